@@ -19,6 +19,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import time
@@ -34,6 +35,7 @@ from peers import PEERS, peer  # noqa: E402
 from ranks import (  # noqa: E402
     LOADED,
     STOPS,
+    TIMEOUT_S,
     WORLD,
     Processes,
     StuckError,
@@ -45,6 +47,7 @@ from ranks import (  # noqa: E402
     write_whole,
 )
 
+from torchrec_stream_ckpt.extras.broker.kraft import Broker  # noqa: E402
 from torchrec_stream_ckpt.recipes.proof import differ  # noqa: E402
 
 OURS, REFERENCE = "ours", "never killed"
@@ -52,12 +55,39 @@ EARLY = 0.25
 """Share of the kills that do not wait until the job has loaded."""
 
 
-def fold(uri: str) -> None:
+BROKER = "broker"
+
+
+def fold(uri: str, store: list[str]) -> None:
     """(process) Fold the log into its store until it is killed."""
     from torchrec_stream_ckpt.cli.main import main
 
-    sys.argv = ["stream-ckpt", "materialize", uri, "--poll-s", "0.2", "--engine", "local:1"]
+    sys.argv = ["stream-ckpt", "materialize", uri, *store, "--poll-s", "0.2", "--engine", "local:1"]
     main()
+
+
+class KilledBroker:
+    """A broker on loopback that goes on in its folder after each SIGKILL."""
+
+    def __init__(self, folder: Path) -> None:
+        self._broker = Broker(folder / BROKER)
+        self.uri = self._broker.start(die_with=os.getpid()).uri("proof")
+
+    def kill(self, away_s: float) -> None:
+        pid = self._broker.status().pid
+        if pid is None:
+            raise StuckError("the broker has ended by itself")
+        os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + TIMEOUT_S
+        while self._broker.status().running:
+            if time.monotonic() > deadline:
+                raise StuckError(f"the broker outlives SIGKILL by {TIMEOUT_S:g} s")
+            time.sleep(0.01)
+        time.sleep(away_s)
+        self._broker.start(die_with=os.getpid())
+
+    def stop(self) -> None:
+        self._broker.stop()
 
 
 class Killed:
@@ -68,6 +98,8 @@ class Killed:
         self.mean_s, self.ahead = args.mean_s, args.ahead
         folder.mkdir(exist_ok=True)
         self._state = folder / "state.json"
+        self.broker: KilledBroker | None = None
+        self._kafka = args.log == "kafka" and name == OURS
         self.kills: dict[str, int] = {}
         self.seconds = 0.0
         if self._state.exists():
@@ -76,11 +108,16 @@ class Killed:
 
     @property
     def uri(self) -> str:
-        return f"file://{self.folder / 'log'}"
+        return self.broker.uri if self.broker is not None else f"file://{self.folder / 'log'}"
+
+    @property
+    def _store(self) -> list[str]:
+        """Where a log over Kafka has its store; a file log has its own."""
+        return ["--store", f"file://{self.folder / 'store'}"] if self._kafka else []
 
     def _ranks(self) -> Processes:
         if self.name == OURS:
-            flags = [*self.flags, "--stream_ckpt", self.uri, "--marker_every", "5"]
+            flags = [*self.flags, "--stream_ckpt", self.uri, *self._store, "--marker_every", "5"]
             return Processes(self.folder, "ranks", WORLD, ours, flags, self.folder)
         return Processes(self.folder, "ranks", WORLD, peer, self.flags, self.folder, self.name)
 
@@ -90,24 +127,29 @@ class Killed:
         Raises:
             StuckError: the job, or the materializer, does not go on by itself.
         """
+        if self._kafka and not self._ended():
+            self.broker = KilledBroker(self.folder)
         begin = time.monotonic() - self.seconds
         ranks: Processes | None = None
         service: Processes | None = None
+        seen = 0
+        """Times that it had loaded when these ranks started."""
         try:
             while not self._ended():
                 if time.monotonic() > deadline:
                     return False
-                if self.name == OURS and service is None and (self.folder / "log").exists():
-                    service = Processes(self.folder, "materializer", 1, fold, self.uri)
-                seen = len(loads(self.folder)) if ranks is None else 0  # a killed materializer leaves the ranks alone
-                ranks = ranks or self._ranks()
+                begun = bool(loads(self.folder)) if self._kafka else (self.folder / "log").exists()
+                if self.name == OURS and service is None and begun:
+                    service = Processes(self.folder, "materializer", 1, fold, self.uri, self._store)
+                if ranks is None:
+                    seen, ranks = len(loads(self.folder)), self._ranks()
                 done = sum(self.kills.values())
                 if done >= self.wanted:
                     self._decide_stop(ranks)
                     self.seconds = time.monotonic() - begin
                     continue
-                chance = random.Random(done)
-                if chance.random() >= EARLY:
+                chance, of_broker = random.Random(done), self.broker is not None and done % 2
+                if chance.random() >= EARLY or of_broker:  # a job refuses to start without its broker
                     ranks.wait(lambda seen=seen: len(loads(self.folder)) > seen)  # type: ignore[misc]
                     time.sleep(chance.uniform(0, 2 * self.mean_s))
                 else:
@@ -116,7 +158,10 @@ class Killed:
                 if service is not None:
                     service.wait(lambda: True)
                 victim = chance.choices(["one rank", "both ranks", "materializer"], [0.6, 0.2, 0.2])[0]
-                if victim == "materializer" and service is not None:
+                if self.broker is not None and of_broker:
+                    victim = BROKER
+                    self.broker.kill(away_s=chance.uniform(0, 2))
+                elif victim == "materializer" and service is not None:
                     service.kill()
                     service = None
                 elif victim == "one rank":
@@ -137,6 +182,8 @@ class Killed:
             for each in (ranks, service):
                 if each is not None:
                     each.kill()
+            if self.broker is not None:
+                self.broker.stop()
 
     def _decide_stop(self, ranks: Processes) -> None:
         """Tell the ranks where to end, and wait for that."""
@@ -235,6 +282,8 @@ def main() -> None:
     parser.add_argument("--kills", type=at_least(1), default=1000, help="of our job")
     parser.add_argument("--peer-kills", type=at_least(0), default=50, help="of each of the others; 0: none of them")
     parser.add_argument("--rows", type=at_least(50), default=100_000, help="of the largest of 26 tables")
+    log = "of our job; with kafka, every second kill is that of its broker, which starts again within seconds"
+    parser.add_argument("--log", choices=("file", "kafka"), default="file", help=log)
     parser.add_argument("--mean-s", type=float, default=1.5, help="seconds of training between two kills")
     ahead = "steps from the last kill to the end: no rank may pass it before the driver has written it down"
     parser.add_argument("--ahead", type=at_least(50), default=300, help=ahead)
