@@ -20,9 +20,9 @@ MONTH = (
 _GB = 1e9
 
 
-def kills(page: Path) -> Table:
+def kills(page: Path, variant: str = "") -> Table:
     """One row a way to save, under kills."""
-    result = newest("proof")
+    result = newest("proof", variant)
     head = [result.said(page), "kills", "steps", "steps lost a kill", "seconds lost a kill", "losses that differ"]
     found = [[*head, "tensors that differ", "rows lost or stale"]]
     for name, row in result.facts["variants"].items():
@@ -45,7 +45,13 @@ def kills(page: Path) -> Table:
 def costs(page: Path) -> Table:
     """What the simulation takes as measured, with what it assumes of a restart."""
     result = newest("proof", "ettr")
-    head = [result.said(page), "a step beside one without saves", "a save takes, ms", "it counts after, ms"]
+    days = sorted({each[:10] for each in result.facts["costs from"]})
+    head = [
+        f"{result.link(page, result.date)}, costs of {' and '.join(days)}",
+        "a step beside one without saves",
+        "a save takes, ms",
+        "it counts after, ms",
+    ]
     found = [[*head, "from a failure to the first step, s"]]
     for name, row in result.facts["costs"].items():
         cells = [f"{row['slower']:.3f}", *(three(1e3 * row[each]) for each in ("save_s", "counts_s"))]

@@ -39,6 +39,8 @@ from page_tables.results import newest  # noqa: E402
 MTBF_S = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0}
 """Mean time between failures of the job, not of a GPU."""
 OTHERS = ("torch.save", "dcp.async_save", "ModelDeltaTracker and DCP")
+SOURCES = (("marker",), ("step_time", "1-rank"), ("restore",), ("tracker",), ("takeover",))
+"""Case, and variant, of each filed result that :func:`filed_costs` reads."""
 WAITS = "torch.save"
 """Training waits until all of its bytes are written."""
 ROWS_OF_MARKER = 5_000_000
@@ -256,8 +258,10 @@ def main() -> None:
                 "restarting": round(100 * middle.restarting, 2),
             }
         points[f"MTBF {name}{ending}"] = {"unit": "% of the time", "baseline": "torch.save", "variants": variants}
+    sources = [newest(*each).path.stem for each in SOURCES] if args.costs is None else [args.costs.stem]
     facts = {
         "GPUs": args.gpus,
+        "costs from": sources,
         "failures of a run": args.failures,
         "assumed: seconds to notice": args.notice_s,
         "assumed: seconds to place processes": args.place_s,

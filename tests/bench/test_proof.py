@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.bench.smoke import ROOT, refusal
+from tests.bench.smoke import ROOT, refusal, run
 from tests.forks import run_script
 
 WAYS = {"ours", "ours, paced", "torch.save", "dcp.async_save", "ModelDeltaTracker and DCP"}
@@ -78,6 +78,14 @@ def test_the_page_has_these_results_and_these_pictures(made: Path) -> None:
     assert all((made / each).read_bytes().startswith(b"\x89PNG") for each in pictures)
     links = {each.split("#")[0] for each in re.findall(r"\]\(([^)]+)\)", text)} - {""}
     assert [each for each in links if not (made / each).exists()] == []
+
+
+@pytest.mark.slow
+@pytest.mark.kafka
+def test_a_job_over_kafka_outlives_its_broker(tmp_path: Path) -> None:
+    found = run("proof/run.py", "--quick --log kafka", tmp_path)["facts"]["variants"]["ours"]
+    assert found["kills"]["broker"] == 1
+    assert found["losses that differ"] == found["tensors that differ"] == found["rows lost or stale"] == 0
 
 
 def test_rows_that_ranks_cannot_share_alike_are_refused() -> None:
