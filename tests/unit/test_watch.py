@@ -193,6 +193,7 @@ def test_json_names_are_stable(job: PaperJob) -> None:
         "alerts",
         "ended",
         "compared",
+        "followers",
     ]
     assert record["newest"]["marker"] == "2:9"
 

@@ -17,12 +17,14 @@ from torchrec_stream_ckpt.cli.common import console, print_json
 from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json, asked_width
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import (
+    ConfigError,
     LogUnavailableError,
     MarkerNotFoundError,
     StoreUnavailableError,
     StreamCkptError,
     printable,
 )
+from torchrec_stream_ckpt.extras.reporting.follower_status import follower_status
 from torchrec_stream_ckpt.extras.reporting.job_status import Alert, Look, MarkerRow, look, standing_record, strays_of
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.inner import Holdings, Job, ProofStatus
@@ -61,10 +63,12 @@ class Watcher:
     Args:
         job: Its log, open.
         rate: Bytes that one rank restores per second.
+        followers: HOST:PORT of the metrics of followers.
     """
 
-    def __init__(self, job: Job, rate: float) -> None:
+    def __init__(self, job: Job, rate: float, followers: Sequence[str] = ()) -> None:
         self._job = job
+        self._followers = tuple(followers)
         self._rate = rate
         self._kafka = isinstance(parse_uri(job.uri), KafkaUri)
         self._gap: tuple[MarkerId | None, float, str] = (None, 0.0, "")
@@ -89,10 +93,18 @@ class Watcher:
         holdings, lacks, width = self._holdings(self._job), self._lacks(self._job), self._width(self._job)
         strays = strays_of(lineage.newest) if self._kafka and lineage.newest is not None else None
         lost = self._lost_tail()
-        self._last = look(
-            lineage, holdings, self._rate, time.time(), lacks, width, lost, strays, compared=self._compared
-        )
+        found = look(lineage, holdings, self._rate, time.time(), lacks, width, lost, strays, compared=self._compared)
+        self._last = self._with_followers(found)
         return self._last
+
+    def _with_followers(self, seen: Look) -> Look:
+        """Add the followers, and an alert for each that does not answer or serves nothing."""
+        newest = seen.newest.marker if seen.newest is not None else None
+        found = tuple(follower_status(each, newest) for each in self._followers)
+        alerts = [
+            Alert("follower", f"{each.endpoint}: {each.in_words()}") for each in found if each.error or each.doubted
+        ]
+        return replace(seen, followers=found, alerts=(*seen.alerts, *alerts))
 
     def look_or_say_why_not(self) -> Look:
         """Look at the job. If log or store does not answer, return the last state, with an alert."""
@@ -166,6 +178,12 @@ def watch_job(
     also: Annotated[
         list[str] | None, typer.Option("--also", help="Another job to watch; may be given again.", metavar="URI")
     ] = None,
+    follower: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--follower", help="Also show a follower, by its metrics; may be given again.", metavar="HOST:PORT"
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is wrong.
@@ -174,8 +192,10 @@ def watch_job(
     a line per marker and a line per alert; with --json an object per look. Ctrl-C ends it. If the job has not begun, it
     waits. With --once it does not wait, and ends with status 1 if there is an alert. With --fail-on-alert it continues
     until there is an alert, names it on stderr, and ends with status 1; it ends with status 0 once the job is finished.
-    With --also there is a line per job.
+    With --also there is a line per job. With --follower there is a line per replica that serves its metrics there.
     """
+    if also and follower:
+        raise ConfigError("--follower shows followers of one job", hint="omit --also, or watch each job by itself")
     if also:
         from torchrec_stream_ckpt.cli.watch_many import watch_all
 
@@ -183,7 +203,7 @@ def watch_job(
         watch_all(jobs, interval, restore_mb_per_s, once=once, fail_on_alert=fail_on_alert, json=json)
         return
     with options.open(warn=False) if once else _opened(options, interval) as job:
-        watcher = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s))
+        watcher = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s), follower or ())
         if once:
             seen = watcher.look()
             _show_once(options.uri, seen, json=json)

@@ -98,6 +98,7 @@ def remarks(seen: Look) -> list[tuple[str, str]]:
     return [
         *([("ended", seen.ended.said(seen.time_s))] if seen.ended is not None else []),
         *([("said last", f"{said.marker}: {in_words(said.meta)}")] if said is not None else []),
+        *((f"follower {each.endpoint}", each.in_words()) for each in seen.followers),
     ]
 
 

@@ -107,14 +107,18 @@ class Outages:
 
 def values_of(stats: FollowStats) -> Mapping[str, float]:
     """Return the values of metrics, by the names of ``FOLLOWER_METRICS``."""
-    at = stats.marker
+    at, newest = stats.marker, stats.newest
     return {
         "markers": stats.markers,
         "rows": stats.rows,
         "age_s": stats.age_s,
         "generation": at.generation if at is not None else 0,
         "marker": at.marker if at is not None else 0,
+        "newest_generation": newest.generation if newest is not None else 0,
+        "newest_marker": newest.marker if newest is not None else 0,
+        "rows_per_s": stats.rows_per_s,
         "reloads": stats.reloads,
+        "rollbacks": stats.rollbacks,
         "outages": stats.outages,
         "proofs": stats.proofs,
         "uncompared": stats.uncompared,

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from torchrec_stream_ckpt.extras.reporting.follower_status import FollowerStatus
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
@@ -150,6 +151,8 @@ class Look:
     """None while a trainer may be running, or if it has died without a last report."""
     compared: ProofStatus | None = None
     """Comparison with proofs by the materializer. None if it has compared nothing."""
+    followers: tuple[FollowerStatus, ...] = ()
+    """The followers that were named."""
 
 
 def look(
