@@ -16,8 +16,7 @@ TNT_STAMP := $(TNT_VENV)/.installed
 CLOUDS_VENV := .venv-clouds
 CLOUDS_STAMP := $(CLOUDS_VENV)/.installed
 BENCH ?= *
-# Three files of tests at a time, also on two cores: most of them wait for ranks to start. Each worker has a broker of
-# its own.
+# Three files of tests at a time, also on two cores: most of them wait for ranks to start.
 WORKERS ?= 3
 # A worker that dies ends the run, and the test that it died in is named. xdist would start another one, and then wait
 # for ever: its scheduler by files hands the finished ones out once more.

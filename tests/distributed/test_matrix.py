@@ -24,7 +24,7 @@ from tests.zoo_models import OPTIMIZERS, POINTWISE, Table
 
 pytestmark = pytest.mark.distributed
 
-EXAMPLES = int(os.environ.get("STREAM_CKPT_MATRIX_EXAMPLES", "2"))
+EXAMPLES = int(os.environ.get("STREAM_CKPT_MATRIX_EXAMPLES", "1"))
 PHASES = [Phase.generate] if EXAMPLES < 10 else [Phase.generate, Phase.shrink]
 HEALTH = list(HealthCheck)
 # Without the one that TorchRec shards in three ways only: test_sharders.py.

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
 from tests.parts import FileLog, GcRules, Policy, Retention, check_synced, collect, trim_log
+from tests.sampled import marks_of
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.inner import Control, Holdings, open_store
 from torchrec_stream_ckpt.util.layout import FOLDS_DIR
@@ -91,26 +93,49 @@ WIDE: dict[str, dict[int, Spec]] = {
 }
 
 
-@pytest.mark.parametrize("policy", [NEVER, ALWAYS], ids=["intervals", "bases"])
-@pytest.mark.parametrize(("world", "marker"), [(1, "1:2"), (2, None), (3, "1:3"), (3, None)])
+POLICIES = {"intervals": NEVER, "bases": ALWAYS}
+
+
+def cells(wanted: list[tuple[int, Any]], *sample: tuple[str, int, str]) -> list[Any]:
+    """Each optimizer with each of ``wanted`` and each policy; of those, the numbers that ``make test`` runs."""
+    every = product(WIDE, range(len(wanted)), POLICIES)
+    return [pytest.param(each[0], *wanted[each[1]], each[2], marks=marks_of(each, sample)) for each in every]
+
+
+@pytest.mark.parametrize(
+    ("source", "world", "marker", "policy"),
+    cells(
+        [(1, "1:2"), (2, None), (3, "1:3"), (3, None)],
+        *(("rowwise", 0, "intervals"), ("rowwise", 1, "bases"), ("rowwise", 2, "bases")),
+        *(("adagrad", 3, "intervals"), ("adagrad", 0, "bases")),
+        *(("sgd", 1, "intervals"), ("sgd", 2, "bases")),
+    ),
+    indirect=["source"],
+)
 def test_a_marker_comes_back_from_the_store_alone(
-    source: tuple[str, Path, list[Any]], world: int, marker: str | None, policy: Policy, tmp_path: Path
+    source: tuple[str, Path, list[Any]], world: int, marker: str | None, policy: str, tmp_path: Path
 ) -> None:
     optimizer, directory, trained = source
     copy = shutil.copytree(directory, tmp_path / "log")
-    stores.fold(copy, policy)
+    stores.fold(copy, POLICIES[policy])
     stores.lose_rows(copy)
     check(copy, optimizer, trained, world, marker)
 
 
-@pytest.mark.parametrize("policy", [NEVER, ALWAYS], ids=["intervals", "bases"])
-@pytest.mark.parametrize(("world", "upto"), [(2, 1), (3, 3)])
+@pytest.mark.parametrize(
+    ("source", "world", "upto", "policy"),
+    cells(
+        [(2, 1), (3, 3)],
+        *(("rowwise", 0, "intervals"), ("rowwise", 1, "bases"), ("adagrad", 1, "intervals"), ("sgd", 0, "bases")),
+    ),
+    indirect=["source"],
+)
 def test_the_log_gives_what_is_behind_the_store(
-    source: tuple[str, Path, list[Any]], world: int, upto: int, policy: Policy, tmp_path: Path
+    source: tuple[str, Path, list[Any]], world: int, upto: int, policy: str, tmp_path: Path
 ) -> None:
     optimizer, directory, trained = source
     copy = shutil.copytree(directory, tmp_path / "log")
-    stores.fold(copy, policy, MarkerId(1, upto))
+    stores.fold(copy, POLICIES[policy], MarkerId(1, upto))
     check(copy, optimizer, trained, world, None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tarfile
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -102,8 +103,18 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     return request.param, directory, trained[0][1]
 
 
-@pytest.mark.parametrize("held", ["log", "store", "both", "head"])
-@pytest.mark.parametrize("world", [1, 2, 3])
+HELD = ("log", "store", "both", "head")
+SAMPLE = {
+    *(("rowwise", "log", 1), ("rowwise", "store", 2), ("rowwise", "both", 3), ("rowwise", "head", 2)),
+    *(("adagrad", "log", 3), ("adagrad", "store", 1), ("adagrad", "both", 2), ("adagrad", "head", 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("source", "held", "world"),
+    [pytest.param(*cell, marks=marks_of(cell, SAMPLE)) for cell in product(("rowwise", "adagrad"), HELD, (1, 2, 3))],
+    indirect=["source"],
+)
 def test_a_marker_comes_from_the_log_the_store_and_both(
     source: tuple[str, Path, jobs.Truths], held: str, world: int, pool: Pool, tmp_path: Path
 ) -> None:

@@ -18,7 +18,7 @@ from tests.parts import app
 pytestmark = pytest.mark.distributed
 
 # Long enough for a kill to come in time, and short enough for three runs.
-SMALLER = ("--num_embeddings", "300", "--batch_size", "16", "--limit_train_batches", "600", "--marker_every", "40")
+SMALLER = ("--num_embeddings", "300", "--batch_size", "16", "--limit_train_batches", "300", "--marker_every", "30")
 
 
 @pytest.fixture(scope="module")
@@ -51,9 +51,9 @@ def test_each_step_runs_the_command_that_it_shows(
     train, verbs = "torchrun", [f"stream-ckpt {verb}" for verb in ("list", "diff", "follow", "report")]
     assert shown == [train, verbs[0], train, train, *verbs]
     assert re.search(r"restored marker 1:\d+ \(step \d+, written by 2 ranks\)", said)
-    assert "restored marker 1:1 (step 40, written by 2 ranks)" in said
+    assert "restored marker 1:1 (step 30, written by 2 ranks)" in said
     assert "generation 3 (2 ranks" in said
-    assert re.search(r"rows that differ between markers 2:\d+ \(step 600\) and 3:\d+ \(step 600\)", said)
+    assert re.search(r"rows that differ between markers 2:\d+ \(step 300\) and 3:\d+ \(step 300\)", said)
     assert re.search(r"loaded marker 3:\d+", said)
     assert "<svg" in (tmp_path / "report.html").read_text()
 

@@ -72,26 +72,20 @@ AT_OUTAGE = "stream.resent"
 
 # (point, at which pass; "": at a random moment). A sweep runs only before the first marker.
 FILE_KILLS = [
-    ("sweep.sent", 1),
     ("sweep.sent", 3),
     ("commit.append", 1),
     ("", 0),
     ("dense.part_written", 2),
     ("restore.frame", 4),
     ("stream.resent", 2),
-    ("commit.append", 2),
     ("claim.appended", 1),
     ("commit.appended", 2),
-    ("restore.frame", 40),
-    ("", 0),
     ("dense.metadata", 1),
     ("", 0),
 ]
 KAFKA_KILLS = [
     ("sweep.sent", 2),
-    ("", 0),
     ("votes.gathered", 2),
-    ("restore.frame", 10),
     ("commit.appended", 1),
     ("", 0),
 ]

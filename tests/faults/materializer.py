@@ -183,7 +183,7 @@ def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -
 
 def kills_of(form: Form) -> list[str]:
     """Points, and random moments as empty names, in random order."""
-    moments, times = (46, 14) if form.full else (8, 2)
+    moments, times = (46, 14) if form.full else (4, 1)
     kills = [""] * moments + [name for name in POINTS for _ in range(times)]
     form.draw("kills of the materializer").shuffle(kills)
     return kills

@@ -38,7 +38,7 @@ USES: dict[Kind, Callable[[Objects], Any]] = {
 UPLOAD: tuple[Kind, ...] = ("create", "part", "complete")
 BODILESS = {("head", "half"), ("delete", "half")}
 CASES = [(kind, fault) for kind in USES for fault in FAULTS if kind not in UPLOAD and (kind, fault) not in BODILESS]
-CASES += [("create", "slow down"), ("part", "broken before"), ("complete", "error"), ("complete", "broken after")]
+CASES += [("create", "slow down"), ("part", "broken before"), ("complete", "broken after")]
 """An upload of 101 MiB takes its time."""
 LASTING: list[tuple[Kind, Fault, str]] = [
     ("put", "slow down", "cannot write it: the store is still too busy after all retries"),
