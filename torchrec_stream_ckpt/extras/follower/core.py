@@ -143,7 +143,7 @@ class Follower:
         return self._aim.passes(marker)
 
     def between_frames(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made, on the thread that follows, between two frames that are read."""
+        """Have ``call`` made on the thread that follows, after each frame that it reads, and after each look."""
         self._source.between = call
 
     def pause(self) -> bool:
