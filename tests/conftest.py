@@ -38,6 +38,7 @@ LONG = (
     "tests/faults/test_chaos.py",
     "tests/faults/test_partitions.py",
     "tests/bench/test_smoke_ranks.py",
+    "tests/bench/test_proof.py",
     "tests/distributed/test_recipes.py",
     "tests/s3/test_s3_faults.py",
     "tests/distributed/test_store_restore.py",

@@ -105,9 +105,13 @@ def test_the_month_is_that_of_the_command_on_the_page() -> None:
     proofs = planned()["bills"]["shares"]["proofs"]["once"]
     check_sentences(PAGE, {r"([\d.]+) million reads a marker": [(proofs["get"] + proofs["head"]) / 1e6]})
     bills, alone = planned()["bills"], planned("--no-check-proofs")["bills"]["store"]
-    differentials = bills["differential"]
-    assert differentials["held_bytes"] > alone["held_bytes"]
-    assert differentials["requests_usd"] < alone["requests_usd"] / 2
+    plain, full, differential, bare = (
+        each["requests_usd"] + each["storage_usd"]
+        for each in (*(bills[name] for name in ("store", "full", "differential")), alone)
+    )
+    assert bare < differential
+    assert 9 < full / bare < 11
+    assert plain > max(full, differential)
 
 
 def test_pictures_are_of_the_newest_results() -> None:
