@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+import pytest
+
 from tests.unit.test_pages import ROOT, check_sentences, newest, page  # isort: skip  (makes benchmarks/ importable)
 from page_tables.proof import MONTH, planned
 
@@ -32,7 +34,14 @@ def test_what_kills_cost() -> None:
     check_sentences(PAGE, said)
     assert ours[steps] < theirs[0]
     assert ours[seconds] > max(row[seconds] for row in others)
-    assert all(not row["losses that differ"] and not row["tensors that differ"] for row in rows.values())
+
+
+@pytest.mark.parametrize("variant", ["", "many"])
+def test_no_bit_differs_after_any_kill(variant: str) -> None:
+    for row in newest("proof", variant).facts["variants"].values():
+        assert (row["losses that differ"], row["tensors that differ"], row["rows lost or stale"]) == (0, 0, 0)
+        assert row["losses compared"] >= 2 * row["steps"]
+        assert sum(row["kills"].values()) > 0
 
 
 def test_where_failures_leave_time_and_where_others_are_ahead() -> None:
