@@ -85,7 +85,7 @@ def overview() -> Picture:
     page.room(1, 35.5, 48, 12, "", TRAINER)
     page.text(2.2, 45.6, "training, 2 ranks", 11, ha="left", weight="bold")
     page.room(1, 13.5, 48, 19, "", LOG)
-    page.text(2.2, 30.6, "log: Kafka or a directory", 11, ha="left", weight="bold")
+    page.text(2.2, 30.6, "log: Kafka, a bucket or a directory", 11, ha="left", weight="bold")
     page.room(1, 0.5, 48, 10, "", READER)
     page.text(2.2, 8.6, "any marker, restored on 3 ranks", 11, ha="left", weight="bold")
     for rank, (x, y) in enumerate(((3, 24), (26, 19.5))):

@@ -144,7 +144,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--stream_ckpt",
         metavar="URI",
         action="append",
-        help="file://DIR or kafka://BROKERS/JOB; twice for two tiers, the node's own file://DIR first",
+        help="file://DIR, kafka://BROKERS/JOB or s3://BUCKET/PREFIX; twice for two tiers, the node's file://DIR first",
     )
     group.add_argument(
         "--stream_config",

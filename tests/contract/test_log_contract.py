@@ -7,9 +7,10 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Heade
 from torchrec_stream_ckpt.inner import DataWriter, Log
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.api import Ack, Freed, TrimRange
+from torchrec_stream_ckpt.log.bucket import writer as bucket_writer
 from torchrec_stream_ckpt.util.types import LogSpan
 
 JOB = uuid.UUID(int=7).bytes
@@ -33,16 +35,21 @@ class Backend:
     uri: str
     destroy: Callable[[], None]
     """Delete the log behind the back of its users."""
+    options: Mapping[str, Any] | None = None
 
     def open(self) -> Log:
-        return open_log(self.uri)
+        return open_log(self.uri, self.options)
 
 
-@pytest.fixture(params=["file", pytest.param("kafka", marks=pytest.mark.kafka)])
+@pytest.fixture(params=["file", pytest.param("kafka", marks=pytest.mark.kafka), "bucket"])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     if request.param == "file":
         folder = tmp_path / "log"
         return Backend("file", f"file://{folder}", lambda: shutil.rmtree(folder))
+    if request.param == "bucket":
+        server, prefix = request.getfixturevalue("s3_server"), uuid.uuid4().hex
+        folder = server.objects / server.bucket / prefix
+        return Backend("bucket", f"s3://{server.bucket}/{prefix}", lambda: shutil.rmtree(folder), server.options())
     bootstrap, job = request.getfixturevalue("bootstrap"), f"job-{uuid.uuid4().hex}"
     return Backend("kafka", f"kafka://{bootstrap}/{job}", lambda: _delete_topics(bootstrap, job))
 
@@ -209,10 +216,17 @@ def cut(gone: Sequence[LogSpan] = (), kept: Sequence[LogSpan] = (), dead: Sequen
     return TrimRange(tuple(gone), tuple(kept), frozenset(dead))
 
 
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No MARK follows these frames, for which a log may wait."""
+    monkeypatch.setattr(bucket_writer, "LINGER_S", 0.05)
+
+
 @pytest.fixture
 def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each frame of ``write_apart`` has a segment of its own, where a log has segments."""
     monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(bucket_writer, "OBJECT_BYTES", 1)
 
 
 def write_apart(log: Log, count: int, *, generation: int = 1, partition: int = 0) -> list[Ack]:
@@ -364,7 +378,7 @@ def test_a_watch_ends_its_wait_for_new_records_and_new_rows_alone(backend: Backe
             pass
         watch.wake()
         assert not watch.wait(60, [0])
-        assert watch.by == {"file": "inotify", "kafka": "fetch"}[backend.name]
+        assert watch.by == {"file": "inotify", "kafka": "fetch", "bucket": "probe"}[backend.name]
     finally:
         watch.close()
         other.close()
@@ -412,9 +426,12 @@ def test_incarnation_changes_when_the_log_is_deleted_and_made_again(backend: Bac
     assert after.id != before.id
 
 
-def test_client_options_belong_to_kafka(backend: Backend) -> None:
+def test_client_options_belong_to_kafka_and_a_stores_to_a_bucket(backend: Backend) -> None:
     if backend.name == "file":
         with pytest.raises(ConfigError):
             open_log(backend.uri, {"linger.ms": "1"})
-    else:
+    elif backend.name == "kafka":
         open_log(backend.uri, {"linger.ms": "1"}).close()
+    else:
+        with pytest.raises(ConfigError, match="the store's option 'client_kwargs' is not JSON"):
+            open_log(backend.uri, {"client_kwargs": "{"})

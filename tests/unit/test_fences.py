@@ -27,7 +27,8 @@ DISTRICTS: dict[str, str] = {
     "flags": "evolve",
     "evolve": "format",
     "model": "format",
-    "log": "format log/kafka",
+    "log": "format log/bucket log/kafka",
+    "log/bucket": "format log store",
     "log/kafka": "format log",
     "store": "format",
     "log/control": "format log store",
@@ -69,8 +70,8 @@ DISTRICTS: dict[str, str] = {
 
 A folder of the package, or a module that stands for itself. The longest name that fits a file is its district.
 """
-ONE_WAY_BUT_FOR = {("log", "log/kafka")}
-"""``open_log`` opens a log of either kind; otherwise no two districts lead to each other."""
+ONE_WAY_BUT_FOR = {("log", "log/bucket"), ("log", "log/kafka")}
+"""``open_log`` opens a log of any kind; otherwise no two districts lead to each other."""
 
 CLIENT_OF_KAFKA = {
     f"log/kafka/{role}.py"

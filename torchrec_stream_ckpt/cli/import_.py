@@ -35,7 +35,9 @@ def import_checkpoint(
     to: Annotated[
         str,
         typer.Option(
-            "--to", help="file://DIR or kafka://HOST:PORT/JOB: empty, or of an import that was killed.", metavar="URI"
+            "--to",
+            help="The new log: empty, or of an import that was killed.",
+            metavar="URI",
         ),
     ],
     optimizer: Annotated[

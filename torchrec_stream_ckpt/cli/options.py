@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.inner import Job, Objects
     from torchrec_stream_ckpt.store.dense import DenseStore
 
-Uri = Annotated[str, typer.Argument(help="file://DIR or kafka://HOST:PORT/JOB", metavar="URI")]
+Uri = Annotated[str, typer.Argument(help="file://DIR, kafka://HOST:PORT/JOB or s3://BUCKET/PREFIX", metavar="URI")]
 Store = Annotated[
     str | None,
     typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),

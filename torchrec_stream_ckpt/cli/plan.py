@@ -17,9 +17,9 @@ from torchrec_stream_ckpt.extras.sizing.bills import Bill, Bills, Share
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
 from torchrec_stream_ckpt.extras.sizing.needs import Plan, plan
 from torchrec_stream_ckpt.util.units import duration, parse_duration, parse_size, size
-from torchrec_stream_ckpt.util.uris import FileUri, check_store_url, parse_uri
+from torchrec_stream_ckpt.util.uris import check_store_url, kind_of
 
-LOGS = ("kafka", "file")
+LOGS = ("kafka", "file", "bucket")
 COMPACTS = {"none": 0, "span2": 2, "span4": 4, "span8": 8, "span16": 16}
 
 
@@ -157,7 +157,7 @@ def _radix(compact: str) -> int:
 
 def _scheme(uri: str | None) -> str:
     """Return the kind of log that a job has, or would have."""
-    return "file" if uri is not None and isinstance(parse_uri(uri), FileUri) else "kafka"
+    return kind_of(uri) if uri is not None else "kafka"
 
 
 def _deployment(
@@ -210,7 +210,7 @@ def six_lines(work: Workload, where: Deployment, result: Plan) -> list[str]:
 
 def _is_object_store(store: str | None, where: Deployment) -> bool:
     """Return whether requests are paid for. Without a URL: True if the log has no folder in which a store could lie."""
-    return check_store_url(store).folder is None if store is not None else where.log == "kafka"
+    return check_store_url(store).folder is None if store is not None else where.log != "file"
 
 
 def _print_all(work: Workload, where: Deployment, costs: UnitCosts, result: Plan, *, has_bills: bool) -> None:

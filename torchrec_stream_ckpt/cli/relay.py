@@ -21,13 +21,13 @@ from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.util.config import StreamConfig, check_tiers
 from torchrec_stream_ckpt.util.service import Event
 from torchrec_stream_ckpt.util.units import clock, size
-from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
+from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 
 def relay_log(
     access: Access,
     inner: Annotated[str, typer.Argument(help="The log that the trainer writes: file://DIR", metavar="INNER")],
-    outer: Annotated[str, typer.Argument(help="Where to: kafka://HOST:PORT/JOB or file://DIR", metavar="OUTER")],
+    outer: Annotated[str, typer.Argument(help="Where to: a log in Kafka, in a bucket or in a folder", metavar="OUTER")],
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now is on the outer tier.")] = False,
     status: Annotated[bool, typer.Option("--status", help="Only say how many markers the outer tier lacks.")] = False,
     every: Annotated[
@@ -79,7 +79,7 @@ def _store_of(outer: str, kafka_options: str | None) -> str | None:
                 uri=outer,
             )
         newest = job.control.refresh().newest
-    if newest is None and isinstance(parse_uri(outer), FileUri):
+    if newest is None and not isinstance(parse_uri(outer), KafkaUri):
         return None
     place = job.store_url_of(newest)
     return None if place == str(parse_uri(outer)) else place

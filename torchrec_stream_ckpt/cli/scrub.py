@@ -45,7 +45,8 @@ _KINDS = ("claims", "dense", "dropped", "folds", "manifests", "segments")
 def scrub_store(
     access: Access,
     uri: Annotated[
-        str | None, typer.Argument(help="The job's log: file://DIR or kafka://HOST:PORT/JOB.", metavar="URI")
+        str | None,
+        typer.Argument(help="The job's log, as of the other verbs.", metavar="URI"),
     ] = None,
     store: Store = None,
     no_log: Annotated[

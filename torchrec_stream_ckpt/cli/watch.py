@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.verdicts import list_proved
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.uris import KafkaUri, kind_of, parse_uri
 
 _GAP_EVERY_S = 30.0
 _LIST_EVERY_S = 10.0
@@ -53,8 +53,7 @@ Rate = Annotated[
 def bytes_per_s(uri: str, rate: float | None) -> float:
     """Return the bytes that one rank restores per second: ``rate`` if given, otherwise a default for the log's
     scheme."""
-    scheme = "file" if isinstance(parse_uri(uri), FileUri) else "kafka"
-    return rate * 1e6 if rate is not None else RESTORE_BYTES_PER_S[scheme]
+    return rate * 1e6 if rate is not None else RESTORE_BYTES_PER_S[kind_of(uri)]
 
 
 class Watcher:

@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.find.best import Best, Said, Value, best_of, said_of
 from torchrec_stream_ckpt.find.new_job import examine_conditions, examine_new_job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Finding, Log, open_log
+from torchrec_stream_ckpt.log.api import Finding, Log, open_log, options_for
 from torchrec_stream_ckpt.log.control.marker_names import give_name, remove_name
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import Objects, open_store
@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.marker_names import BEST, LATEST, Alias, is_alias
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.util.uris import FileUri, check_store_url, parse_uri
+from torchrec_stream_ckpt.util.uris import KafkaUri, check_store_url, parse_uri
 
 Named: TypeAlias = MarkerId | str | tuple[int, int] | None
 """Forms in which a user can name a marker; None for the newest one."""
@@ -113,7 +113,7 @@ class Job:
             serving: Also accept a serving stream.
             glance: Parse the fields of a COMMIT only on access, for a reader of few markers out of many.
         """
-        log = open_log(uri, kafka_options)
+        log = open_log(uri, options_for(uri, kafka_options, store_options))
         try:
             control = Control(log, commit_key_file, serving=serving, glance=glance)
         except BaseException:
@@ -320,7 +320,8 @@ def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, 
     """
     uri, key_file = str(parse_uri(config.uris[-1])), config.commit_key_file if signs else None
     with ExitStack() as undo:
-        log = open_log(config.uris[-1], config.kafka_options, direct=config.writes_direct)
+        options = options_for(config.uris[-1], config.kafka_options, config.store_options)
+        log = open_log(config.uris[-1], options, direct=config.writes_direct)
         undo.callback(log.close)
         objects = open_store(config.store_url, config.store_options)
         undo.callback(objects.close)
@@ -355,9 +356,9 @@ def kept_store(uri: str, commit: Commit | None) -> str:
 
 @cache
 def _inside(uri: str) -> str | None:
-    """Return the store inside a file log; None for another log. Cached, because it is needed for each marker."""
+    """Return the store at the place of a file or bucket log; None for Kafka. Cached: needed for each marker."""
     parsed = parse_uri(uri)
-    return str(parsed) if isinstance(parsed, FileUri) else None
+    return None if isinstance(parsed, KafkaUri) else str(parsed)
 
 
 def options_of(url: str, store_options: Options) -> Options:

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.save.streaming import Streaming
 from torchrec_stream_ckpt.util.config import Source, Takeover
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.types import MarkerId, Restored
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, LogUri, parse_uri
 
 
 def check_apart(source: Source, own: Sequence[str]) -> None:
@@ -82,12 +82,12 @@ def nothing_there(source: Source) -> MarkerNotFoundError:
     )
 
 
-def _is_same(one: FileUri | KafkaUri, other: FileUri | KafkaUri) -> bool:
+def _is_same(one: LogUri, other: LogUri) -> bool:
     if isinstance(one, FileUri) and isinstance(other, FileUri):
         return one.directory.resolve() == other.directory.resolve()
     if isinstance(one, KafkaUri) and isinstance(other, KafkaUri):
         return one.job == other.job and bool({*one.brokers.split(",")} & {*other.brokers.split(",")})
-    return False
+    return one == other
 
 
 log = logging.getLogger(__name__)

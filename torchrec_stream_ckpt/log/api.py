@@ -1,4 +1,4 @@
-"""Log interface: ordered data partitions and one control partition. Two backends, one contract suite.
+"""Log interface: ordered data partitions and one control partition. Three backends, one contract suite.
 
 Frames are written and read whole. A log knows nothing of their contents except where each one ends.
 """
@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.watch import Watch
 from torchrec_stream_ckpt.util.options import Options, read_options
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.uris import BucketUri, FileUri, LogUri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +165,7 @@ class LogReader(Protocol):
 class Log(LogReader, Protocol):
     """A log as its users see it. Safe to call from several threads."""
 
-    uri: FileUri | KafkaUri
+    uri: LogUri
 
     def prepare(
         self, partitions: int, identity: str | None = None, *, claimed: Incarnation | None = None
@@ -319,11 +319,16 @@ def open_log(uri: str, options: Options = None, *, direct: bool = False) -> Log:
     """Open the log at ``uri``. Nothing is accessed until the log is used.
 
     Args:
-        uri: ``file://DIR`` or ``kafka://BROKERS/JOB``.
-        options: Kafka client settings (security included), or a file of ``key=value`` lines.
+        uri: ``file://DIR``, ``kafka://BROKERS/JOB`` or ``s3://BUCKET/PREFIX``.
+        options: Kafka client settings (security included), or settings of the object store; or a file of ``key=value``
+            lines.
         direct: Its writers write files past the page cache, if the file system can.
     """
     parsed = parse_uri(uri)
+    if isinstance(parsed, BucketUri):
+        from torchrec_stream_ckpt.log.bucket.log import BucketLog
+
+        return BucketLog(parsed, options)
     if isinstance(parsed, FileUri):
         from torchrec_stream_ckpt.log.files import FileLog
 
@@ -333,6 +338,11 @@ def open_log(uri: str, options: Options = None, *, direct: bool = False) -> Log:
     from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 
     return KafkaLog(parsed, load_options(options))
+
+
+def options_for(uri: str, kafka_options: Options, store_options: Options) -> Options:
+    """Return those of a job's options that belong to its log. A bucket takes the same as a store in it."""
+    return store_options if isinstance(parse_uri(uri), BucketUri) else kafka_options
 
 
 def load_options(options: Options) -> dict[str, str]:

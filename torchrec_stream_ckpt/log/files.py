@@ -44,7 +44,7 @@ from torchrec_stream_ckpt.util.layout import (
     partition_dir,
 )
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
+from torchrec_stream_ckpt.util.uris import FileUri, LogUri
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class FileLog:
     """A log in a folder. On several nodes the folder must be on a shared file system."""
 
     def __init__(self, root: Path, *, direct: bool = False) -> None:
-        self.uri: FileUri | KafkaUri = FileUri(root)
+        self.uri: LogUri = FileUri(root)
         self._root = root
         self._direct = direct
         self._control = ControlFile(root)

@@ -124,6 +124,8 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
         )
     if signs & _SHORTER:
         return CorruptionError("an object of the store is shorter than the requested range", store=url, name=name)
+    if "FlexibleChecksumError" in signs:
+        return CorruptionError("the object's bytes differ from its checksum in the store", store=url, name=name)
     for known, wrong, hint in _CAUSES:
         if signs & known:
             return StoreUnavailableError(f"cannot {doing} it: {wrong}", hint=hint or keys_hint, store=url, name=name)

@@ -15,9 +15,9 @@ from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.settings import Spec, check, declared, gather, warn_of_strangers
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
 from torchrec_stream_ckpt.util.types import MARKER_FORMS
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url, parse_uri
+from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url, kind_of, parse_uri
 
-_LOGS = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB"
+_LOGS = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB or s3://BUCKET/PREFIX"
 _MARKER = re.compile(r"\d{1,9}:\d{1,18}")
 
 
@@ -26,15 +26,16 @@ class StreamConfig:
     """Settings of how a job streams its checkpoints."""
 
     uri: str | Sequence[str]
-    """``file://DIR`` or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``; or two of them, nearest first, the first a ``file://``:
-    the job writes to that one, and a relay copies it to the other (docs/tiers.md)."""
+    """``file://DIR``, ``kafka://HOST:PORT[,HOST:PORT...]/JOB`` or ``s3://BUCKET/PREFIX`` (also ``gs``, ``az``); or two
+    of them, nearest first, the first a ``file://``: the job writes to that one, and a relay copies it to the other
+    (docs/tiers.md)."""
     outer_every: Annotated[int, Spec("N", "the outer of two tiers gets every Nth marker", least=1, alike=True)] = 1
     """(two tiers) The outer tier gets the markers whose number is a multiple of this. Rows are sent there in any case.
     Dense state and COMMIT of the other markers stay on the inner tier."""
     store: Annotated[str | None, Spec("URL", "where dense state goes; required with kafka://")] = None
     """Location of dense state, and of rows that a materializer has stored there for a restore: ``file://DIR`` or
-    ``s3://BUCKET/PREFIX``. Default: inside the file log's folder. Required with Kafka. With two tiers it is the outer
-    one's; the inner one's store is inside its folder."""
+    ``s3://BUCKET/PREFIX``. Default: at the place of a log in a folder or a bucket. Required with Kafka. With two tiers
+    it is the outer one's; the inner one's store is inside its folder."""
     store_options: Annotated[Options, Spec("FILE", "settings of an object store, key=value lines")] = field(
         default=None, repr=False
     )
@@ -229,7 +230,7 @@ class StreamConfig:
         """Bytes that one rank restores in a second, as far as is known."""
         if self.restore_mb_per_s is not None:
             return self.restore_mb_per_s * 1e6
-        return RESTORE_BYTES_PER_S["file" if isinstance(parse_uri(self.uris[0]), FileUri) else "kafka"]
+        return RESTORE_BYTES_PER_S[kind_of(self.uris[0])]
 
     @property
     def store_url(self) -> str:
@@ -237,8 +238,8 @@ class StreamConfig:
         if self.store is not None:
             return str(check_store_url(self.store))
         parsed = parse_uri(self.uris[-1])
-        assert isinstance(parsed, FileUri)
-        return f"file://{parsed.directory}"
+        assert not isinstance(parsed, KafkaUri)
+        return str(parsed)
 
 
 @dataclass(frozen=True, slots=True)

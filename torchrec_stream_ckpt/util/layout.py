@@ -9,6 +9,16 @@ File log, under its folder DIR::
     data/p00000/g00000001-00000000000000000000.seg   frames: partition, generation, offset of its first byte
     dense/<job>/g00000001-m00000001/      dense state of a marker (default store)
 
+Bucket log, below its URI::
+
+    LOG                                   identity of this incarnation of the log
+    partitions/00002                      the log has 2 partitions
+    generations/g00000001                 a generation has rows
+    data/g00000001/p00000/00000000000000000000      frames: generation, partition, offset of the first byte
+    control/00000000000000000000/00000000000000000007   control record 7, of the block of 256 that begins at 0
+    packs/00000000000000000000            all records of that block
+    base/00000000000000000256             records before 256 were deleted
+
 Kafka job JOB: topic ``JOB.data`` (one partition a rank) and ``JOB.control`` (one partition).
 
 Store, below its URL (``<job>`` is the job's id in 32 hex digits)::
@@ -50,7 +60,7 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.util.marker_names import ALIAS_PATTERN
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri, LogUri
 
 IDENTITY_FILE = "LOG"
 CONTROL_FILE = "control.log"
@@ -125,6 +135,16 @@ def check_object_name(name: str) -> str:
 def is_object_name(name: str) -> bool:
     """Return whether :func:`check_object_name` accepts ``name``."""
     return len(name) <= _MAX_OBJECT_NAME and all(_OBJECT_PART.fullmatch(part) for part in name.split("/"))
+
+
+def bucket_stream(generation: int, partition: int) -> str:
+    """Return the folder of a stream's objects in a bucket log. A name in it is the offset of the first byte."""
+    return f"{bucket_generation(generation)}/p{partition:05d}"
+
+
+def bucket_generation(generation: int) -> str:
+    """Return the folder of a generation's data in a bucket log."""
+    return f"{DATA_DIR}/g{generation:08d}"
 
 
 def partition_dir(root: Path, partition: int) -> Path:
@@ -432,16 +452,16 @@ def parse_copy_name(name: str) -> CopyName | None:
     return found if found.name == name and found.first <= found.last else None
 
 
-def place_dir(uri: FileUri | KafkaUri) -> str:
+def place_dir(uri: LogUri) -> str:
     """Return the folder in which a store lists jobs with a log at ``uri``.
 
     For Kafka, only the job's name counts, because brokers have many names.
     """
-    place = str(uri) if isinstance(uri, FileUri) else f"kafka job {uri.job}"
+    place = f"kafka job {uri.job}" if isinstance(uri, KafkaUri) else str(uri)
     return f"{PLACES_DIR}/{hashlib.sha256(place.encode()).hexdigest()[:32]}"
 
 
-def place_name(uri: FileUri | KafkaUri, job: bytes) -> str:
+def place_name(uri: LogUri, job: bytes) -> str:
     """Return the name that records that ``job`` has committed markers in the log at ``uri``."""
     return f"{place_dir(uri)}/{job.hex()}"
 

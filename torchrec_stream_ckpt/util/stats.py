@@ -15,11 +15,11 @@ from torchrec_stream_ckpt.util.types import MarkerId
 BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 """Upper bounds of the classes of a :class:`Timing`, in seconds."""
 
-RESTORE_BYTES_PER_S = {"file": 1.5e9, "kafka": 0.15e9}
+RESTORE_BYTES_PER_S = {"file": 1.5e9, "kafka": 0.15e9, "bucket": 0.15e9}
 """Bytes that one rank reads and applies in a second, by the log's scheme: an assumption until it is measured.
 
 Measured on 2 cores: an uncached file log 1.55 GB/s (``benchmarks/recovery``); Kafka on the same host, read and checked,
-0.157 GB/s (``benchmarks/ingest``)."""
+0.157 GB/s (``benchmarks/ingest``). Of a bucket nothing was measured: what Kafka gives is assumed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from torchrec_stream_ckpt.errors import ConfigError
 
 _MAX_PORT = 65_535
 _BROKER = re.compile(r"(?:[^\s:/@]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_URI_HINT = "use file://DIR for a directory or kafka://BROKERS/JOB for Kafka"
+_BUCKETS = ("s3", "gs", "az")
+_URI_HINT = "use file://DIR for a directory, s3://BUCKET/PREFIX for a bucket, or kafka://BROKERS/JOB for Kafka"
 _LOGIN_HINT = "write kafka://HOST:PORT/JOB, and put a login into the client options"
 _STORE_HINT = "use file://DIR or s3://BUCKET/PREFIX"
 
@@ -52,10 +54,36 @@ class KafkaUri:
         return f"copy the records of topic {self.control_topic} that you want to keep, and delete it ({command})"
 
 
+@dataclass(frozen=True, slots=True)
+class BucketUri:
+    scheme: str
+    """``s3``, ``gs`` or ``az``."""
+    place: str
+    """Bucket and prefix, without a slash at the end."""
+
+    def __str__(self) -> str:
+        return f"{self.scheme}://{self.place}"
+
+    @property
+    def aside(self) -> str:
+        """Start of a hint: how to set aside a control partition that must not count."""
+        return f"copy the objects below {self}/control that you want to keep, and delete them"
+
+
+LogUri: TypeAlias = FileUri | KafkaUri | BucketUri
+
+
 def job_name(uri: str) -> str:
     """Return the name by which people know a job: the last part of its log's URI."""
     parsed = parse_uri(uri)
+    if isinstance(parsed, BucketUri):
+        return parsed.place.rpartition("/")[2]
     return parsed.job if isinstance(parsed, KafkaUri) else parsed.directory.name
+
+
+def kind_of(uri: str) -> str:
+    """Return the kind of a log: ``file``, ``kafka`` or ``bucket``."""
+    return {FileUri: "file", KafkaUri: "kafka", BucketUri: "bucket"}[type(parse_uri(uri))]
 
 
 def without_login(uri: str) -> str:
@@ -66,10 +94,16 @@ def without_login(uri: str) -> str:
     return f"{scheme}://***@{rest.rpartition('@')[2]}"
 
 
-def parse_uri(uri: str) -> FileUri | KafkaUri:
-    """Read ``file://DIR`` (relative, absolute or ``~/DIR``) or ``kafka://HOST:PORT[,HOST:PORT...]/JOB``."""
+def parse_uri(uri: str) -> LogUri:
+    """Read the URI of a log.
+
+    ``file://DIR`` (relative, absolute or ``~/DIR``), ``kafka://HOST:PORT[,HOST:PORT...]/JOB``, or
+    ``s3://BUCKET/PREFIX``, also with ``gs`` or ``az``.
+    """
     scheme, separator, rest = uri.partition("://")
     shown = without_login(uri)
+    if separator and scheme in _BUCKETS:
+        return _bucket(scheme, rest, shown)
     if not separator or scheme not in ("file", "kafka"):
         raise ConfigError(f"'{shown}' is not a known kind of log", hint=_URI_HINT)
     if scheme == "file":
@@ -92,6 +126,19 @@ def parse_uri(uri: str) -> FileUri | KafkaUri:
             f"'{job}' is not a job name", hint="use letters, digits, '.', '_' and '-', at most 200 of them"
         )
     return KafkaUri(brokers, job)
+
+
+def _bucket(scheme: str, rest: str, shown: str) -> BucketUri:
+    place = rest.rstrip("/")
+    if "@" in place or "?" in place or not place.isprintable():
+        raise ConfigError(
+            f"'{shown.partition('?')[0]}' must be a bucket and a prefix only",
+            hint="pass logins, endpoint and region as store options, or in the environment",
+        )
+    bucket, _, prefix = place.partition("/")
+    if not bucket or not prefix or not {"", ".", ".."}.isdisjoint(place.split("/")):
+        raise ConfigError(f"'{shown}' does not name a bucket and a prefix", hint=f"use {scheme}://BUCKET/PREFIX")
+    return BucketUri(scheme, place)
 
 
 def _folder(path: str) -> Path:

@@ -143,7 +143,7 @@ class Follower:
         return self._aim.passes(marker)
 
     def between_frames(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made on the thread that follows, after each frame that it reads, and after each look."""
+        """Have ``call`` made, on the thread that follows, between two frames that are read."""
         self._source.between = call
 
     def pause(self) -> bool:
@@ -520,7 +520,7 @@ def follow(
     """Follow a job's stream. It is read-only, and accesses nothing until :meth:`Follower.updates` is used.
 
     Args:
-        uri: ``file://DIR`` or ``kafka://HOST:PORT/JOB``. The log need not exist yet.
+        uri: ``file://DIR``, ``kafka://HOST:PORT/JOB`` or ``s3://BUCKET/PREFIX``. The log need not exist yet.
         store: The job's store, as of ``StreamConfig``. None: the place that the job has recorded.
         mode: ``markers``: after each update the tables are those of a committed marker, bit for bit. ``rows``: rows as
             they are sent, including rows that no marker has yet and that may never be in one (read uncommitted).

@@ -73,12 +73,12 @@ class Gate:
                 self._changed.notify_all()
 
     def give_way(self) -> None:
-        """(the writer) Let the threads of readers run, if there are any. Does nothing inside the gate.
+        """(the writer, outside the gate) Let the threads of readers run, if there are any.
 
         The interpreter takes its lock from a busy thread only after 5 ms. A thread that waits for it gets it at once
         from one that sleeps.
         """
-        if (self._read or self._waiting) and not self._writing:
+        if self._read or self._waiting:
             self._read = False
             time.sleep(_GIVE_WAY_S)
 
@@ -486,8 +486,6 @@ class FollowedTables:
         tensor = self._tensors[table.name]
 
         def read(ids: npt.NDArray[np.int64]) -> Array:
-            if self._slices:
-                self._gate.give_way()
             part = tensor.detach().index_select(0, torch.from_numpy(ids - first).to(tensor.device)).cpu()
             return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
 

@@ -95,9 +95,9 @@ class Workload:
 class Deployment:
     """Places of the log and the store, and their retention."""
 
-    log: Literal["kafka", "file"] = "kafka"
+    log: Literal["kafka", "file", "bucket"] = "kafka"
     replication: int = 3
-    """Copies that the brokers keep of each record (a file log: 1)."""
+    """Copies that the brokers keep of each record (other logs: 1)."""
     ring_bytes: int = 64 * 2**20
     marker_budget_bytes: int = 2**30
     sweep_bytes: int = 16 * 2**20

@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.records import Copied, Entry, put_copy, read_copy
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import CopyName, copied_log, place_name
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.uris import LogUri, parse_uri
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Copies:
         fold_again: Callable[[], Folded],
     ) -> None:
         self._objects = objects
-        self._uri: FileUri | KafkaUri = parse_uri(uri)
+        self._uri: LogUri = parse_uri(uri)
         self._incarnation = incarnation
         self._reread = reread
         self._fold_again = fold_again

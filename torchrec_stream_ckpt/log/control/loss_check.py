@@ -17,14 +17,12 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.identity import jobs_in
 from torchrec_stream_ckpt.util.layout import DENSE_DIR, RECORDS_DIR, place_dir
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url
+from torchrec_stream_ckpt.util.uris import KafkaUri, LogUri, check_store_url
 
 log = logging.getLogger(__name__)
 
 
-def check_whole(
-    log_: Log, control: Control, uri: FileUri | KafkaUri, objects: Objects, *, alone: bool = True
-) -> Lineage:
+def check_whole(log_: Log, control: Control, uri: LogUri, objects: Objects, *, alone: bool = True) -> Lineage:
     """(rank 0) Check that no piece of the log is lost, and return the current control partition.
 
     Args:
@@ -58,7 +56,7 @@ def check_whole(
     return lineage
 
 
-def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
+def check_not_lost(uri: LogUri, objects: Objects) -> None:
     """(rank 0) Refuse to start fresh in an empty log if a store holds its markers.
 
     The store is known to hold its markers in three cases: it is inside the file log's own folder; it notes that
@@ -70,7 +68,7 @@ def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
         StoreUnavailableError: the store does not answer.
     """
     jobs = jobs_in(objects)
-    if isinstance(uri, FileUri) and check_store_url(objects.url).folder == uri.directory:
+    if not isinstance(uri, KafkaUri) and str(check_store_url(objects.url)) == str(uri):
         mine = bool(jobs) or any(_has(objects, kind) for kind in (RECORDS_DIR, DENSE_DIR))
     else:
         mine = _has(objects, place_dir(uri)) or (
@@ -90,7 +88,7 @@ def check_not_lost(uri: FileUri | KafkaUri, objects: Objects) -> None:
         )
 
 
-def _command(uri: FileUri | KafkaUri, objects: Objects) -> str:
+def _command(uri: LogUri, objects: Objects) -> str:
     return f"stream-ckpt recover {uri} --store {objects.url}"
 
 

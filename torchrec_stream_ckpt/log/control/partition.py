@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.log.control.copies import RECENT, Copies
 from torchrec_stream_ckpt.log.control.reading import Records
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.util.failpoints import failpoint
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri, LogUri
 
 log = logging.getLogger(__name__)
 
@@ -367,13 +367,13 @@ def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | M
     )
 
 
-def _hint(uri: FileUri | KafkaUri, copies: tuple[Objects, str] | None) -> str:
+def _hint(uri: LogUri, copies: tuple[Objects, str] | None) -> str:
     """Return the hint for a damaged control record."""
     store = (
         copies[0].url
         if copies is not None
         else f"{uri}, or the store that the job names"
-        if isinstance(uri, FileUri)
+        if not isinstance(uri, KafkaUri)
         else "URL"
     )
     return (

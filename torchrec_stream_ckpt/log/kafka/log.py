@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.log.kafka.producer import KafkaSender, KafkaWriter
 from torchrec_stream_ckpt.log.kafka.reader import Reader
 from torchrec_stream_ckpt.log.kafka.settings import check_options, data_settings
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri
+from torchrec_stream_ckpt.util.uris import KafkaUri, LogUri
 
 
 class KafkaLog:
@@ -44,7 +44,7 @@ class KafkaLog:
 
     def __init__(self, uri: KafkaUri, options: Mapping[str, str]) -> None:
         check_options(dict(options))
-        self.uri: FileUri | KafkaUri = uri
+        self.uri: LogUri = uri
         self._data_topic, self._control_topic = uri.data_topic, uri.control_topic
         self._brokers = Brokers(uri, options)
         self._reader = Reader(self._brokers)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.log.api import open_log, options_for
 from torchrec_stream_ckpt.maintain.engine.api import Site, Task
 from torchrec_stream_ckpt.store.api import LooksFirst, open_store
 from torchrec_stream_ckpt.store.identity import place_of
@@ -52,7 +52,8 @@ class SiteAddress:
             ConfigError: a file is missing here, or the log or store at its place is another one.
             LogUnavailableError, StoreUnavailableError: the log or the store does not answer.
         """
-        log = open_log(self.uri, self.kafka_options) if self.uri is not None else None
+        options = options_for(self.uri, self.kafka_options, self.store_options) if self.uri is not None else None
+        log = open_log(self.uri, options) if self.uri is not None else None
         objects = open_store(self.store, self.store_options)
         if self.incarnation is not None:
             found = log.incarnation() if log is not None else None

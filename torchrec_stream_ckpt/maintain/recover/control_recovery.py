@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.util.layout import (
     place_name,
 )
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, parse_uri
+from torchrec_stream_ckpt.util.uris import LogUri, parse_uri
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Known:
         known = (*self.there.claims.values(), *self.copied, *self.stored)
         return [each for each in known if isinstance(each, Claim)]
 
-    def put_into(self, lineage: Lineage, uri: FileUri | KafkaUri) -> list[ControlRecord]:
+    def put_into(self, lineage: Lineage, uri: LogUri) -> list[ControlRecord]:
         """Apply the records that the log at ``uri`` lacks to its lineage. Returns them, in order.
 
         Raises:

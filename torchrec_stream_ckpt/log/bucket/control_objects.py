@@ -1,0 +1,262 @@
+"""Control records in a bucket: one object a record, created only if its number is free.
+
+A record's offset is its number. Number n+1 is created after n exists, so of two appenders at one number one wins, and
+the other one sees the winner's record before it tries the next number. No lock, lease or clock is involved.
+
+256 records form a block. Once a block is full, its records are also in one object, a *pack*, so that a reader needs few
+requests for an old log. A pack decides nothing: if it is missing or damaged, the records are read one by one.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+from torchrec_stream_ckpt.errors import (
+    CommitUnknownError,
+    CorruptionError,
+    LogUnavailableError,
+    PrunedError,
+    StoreUnavailableError,
+)
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, payload_of
+from torchrec_stream_ckpt.log.bucket.objects import delete_all, of_log, read_if_there
+from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.util.failpoints import failpoint
+
+BLOCK = 256
+"""Records of a block."""
+CONTROL_DIR = "control"
+PACKS_DIR = "packs"
+BASE_DIR = "base"
+_MOST_PACKED_BYTES = 32 * 2**20
+_KNOWN = 2 * BLOCK
+"""Newest records that are kept in memory."""
+
+
+def record_name(number: int) -> str:
+    return f"{_block_dir(number)}/{number:020d}"
+
+
+def _block_dir(number: int) -> str:
+    return f"{CONTROL_DIR}/{number // BLOCK * BLOCK:020d}"
+
+
+def _numbers(objects: Objects, folder: str) -> list[int]:
+    """Return the numbers that name objects of a folder, in order."""
+    names = (entry.name.rpartition("/")[2] for entry in objects.list(f"{folder}/"))
+    return sorted(int(name) for name in names if len(name) == 20 and name.isdecimal())
+
+
+class ControlObjects:
+    """Appends and reads the control records of one log. Can be used from any thread.
+
+    Args:
+        objects: Objects below the log's URI.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._lock = threading.Lock()
+        self._known: dict[int, bytes] = {}
+        """Newest records that this object has read or written. A record never changes."""
+        self._end = 0
+        """Number of the next record, as far as it is known."""
+
+    def append(self, record: bytes, *, garbage: bool = False) -> int:
+        """Append one record; see :meth:`Log.append_control`."""
+        number = self._find_end(garbage=garbage)
+        while True:
+            failpoint("control.append")
+            try:
+                is_new = self._objects.create(record_name(number), [record])
+            except StoreUnavailableError as error:
+                found = self._after_silence(number, error)
+            else:
+                found = record if is_new else self._read(number)
+            if found is None:  # it was deleted, or is not shown yet
+                raise CommitUnknownError(
+                    "the bucket reports that the number of a control record is taken, but shows no such record",
+                    hint="try again",
+                    name=record_name(number),
+                )
+            self._note(number, found)
+            if found == record:  # also if the answer to an earlier try was lost
+                if number % BLOCK == BLOCK - 1:
+                    self._pack(number - BLOCK + 1)
+                return number
+            number += 1
+
+    def _after_silence(self, number: int, error: StoreUnavailableError) -> bytes | None:
+        """Return the record that exists after a put without an answer.
+
+        Raises:
+            CommitUnknownError: none exists yet, or the bucket does not answer. The put may still arrive.
+        """
+        with suppress(StoreUnavailableError):
+            if (found := self._read(number)) is not None:
+                return found
+        raise CommitUnknownError(
+            f"it is unknown whether a control record arrived: {error.message}", hint=error.hint, **error.where
+        ) from None
+
+    def number_after(self, number: int) -> int:
+        """Return the number of the next record, by asking for those after ``number``. -1: after the known ones."""
+        number = self._end if number < 0 else number
+        while self._objects.size(record_name(number)) is not None:
+            number += 1
+        return number
+
+    def _find_end(self, *, garbage: bool) -> int:
+        """Return the number after the newest record.
+
+        Raises:
+            LogUnavailableError: the bucket does not answer, or a record that was read before is gone.
+        """
+        for _ in self.read(self._end if self._known else self.base(), garbage=garbage):
+            pass
+        return self._end
+
+    def read(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
+        """Yield (number, record) from ``start`` on; see :meth:`Log.read_control`."""
+        with of_log("cannot read the bucket log's control records"):
+            number = start
+            for number, record in self._in_blocks(start):
+                yield number, self._checked(number, record, garbage=garbage)
+                number += 1
+            while (found := self._read(number)) is not None:
+                self._note(number, found)
+                yield number, self._checked(number, found, garbage=garbage)
+                number += 1
+            self._check_end(start, number)
+
+    def _check_end(self, start: int, end: int) -> None:
+        """Check that the records end before ``end`` because no more were written."""
+        if end > start:
+            with self._lock:
+                self._end = max(self._end, end)
+            return
+        if not start or self._objects.size(record_name(start - 1)) is not None:
+            return
+        base = self.base()
+        if base > start:
+            raise PrunedError(f"the control records begin at {base}, not at {start}", store=self._objects.url)
+        if base == start:
+            return
+        raise LogUnavailableError(
+            f"control record {start - 1}, which was read before, is missing",
+            hint="restore it from a copy, or start a new job: it was deleted while the job ran",
+            store=self._objects.url,
+            name=record_name(start - 1),
+        )
+
+    def _in_blocks(self, start: int) -> Iterator[tuple[int, bytes]]:
+        """Yield records that are in memory, in packs, or in listed blocks, in order and without a gap."""
+        number = start
+        while (known := self._known.get(number)) is not None:
+            yield number, known
+            number += 1
+        if number == self._end and number:
+            return  # the usual case: everything was read before, and one request shows whether there is more
+        base = self.base()
+        if number < base:
+            raise PrunedError(f"the control records begin at {base}, not at {number}", store=self._objects.url)
+        packs = set(_numbers(self._objects, PACKS_DIR))
+        with ThreadPoolExecutor(self._objects.reads_ahead, "stream-ckpt-control") as pool:
+            while True:
+                begin = number // BLOCK * BLOCK
+                records = self._unpacked(begin) if begin in packs else None
+                if records is None:
+                    listed = [each for each in _numbers(self._objects, _block_dir(begin)) if each >= number]
+                    found = zip(listed, pool.map(self._read, listed), strict=True)
+                    records = {each: record for each, record in found if record is not None}
+                if number not in records:
+                    return
+                while (record := records.get(number)) is not None:
+                    self._note(number, record)
+                    yield number, record
+                    number += 1
+                if number % BLOCK:
+                    return
+
+    def _checked(self, number: int, record: bytes, *, garbage: bool) -> bytes:
+        """Return a record, or the beginning of an object that is not a record.
+
+        Raises:
+            CorruptionError: (without ``garbage``) it is not a record.
+        """
+        try:
+            header = parse_header(record)
+            if len(record) != HEADER_LEN + header.payload_len:
+                raise CorruptionError(f"an object of {len(record)} bytes is not a control record")
+            if garbage:
+                payload_of(header, record)
+        except CorruptionError as error:
+            if garbage:
+                return record[:HEADER_LEN]
+            raise CorruptionError(
+                error.message, hint=error.hint if not number else "", store=self._objects.url, name=record_name(number)
+            ) from None
+        return record
+
+    def _read(self, number: int) -> bytes | None:
+        return read_if_there(self._objects, record_name(number))
+
+    def _note(self, number: int, record: bytes) -> None:
+        with self._lock:
+            self._known[number] = record
+            self._end = max(self._end, number + 1)
+            for old in [each for each in self._known if each < self._end - _KNOWN]:
+                del self._known[old]
+
+    def _unpacked(self, begin: int) -> dict[int, bytes] | None:
+        """Return the records of a pack, by number. Returns None if it is not what it should be."""
+        records, position = {}, 0
+        try:
+            data = read_if_there(self._objects, f"{PACKS_DIR}/{begin:020d}")
+            if data is None:
+                return None
+            for number in range(begin, begin + BLOCK):
+                header = parse_header(data[position : position + HEADER_LEN])
+                record = data[position : position + HEADER_LEN + header.payload_len]
+                payload_of(header, record)
+                records[number] = record
+                position += len(record)
+        except CorruptionError:
+            return None
+        return records if position == len(data) else None
+
+    def _pack(self, begin: int) -> None:
+        """Put the records of a full block into one object. If that fails, readers read the records."""
+        with suppress(StoreUnavailableError, CorruptionError):
+            records = [self._known.get(each) or self._read(each) for each in range(begin, begin + BLOCK)]
+            whole = [each for each in records if each is not None]
+            for each in whole:
+                payload_of(parse_header(each), each)
+            if len(whole) == BLOCK and sum(map(len, whole)) <= _MOST_PACKED_BYTES:
+                self._objects.create(f"{PACKS_DIR}/{begin:020d}", whole)
+
+    def base(self) -> int:
+        """Return the number of the first record; see :meth:`Log.control_base`."""
+        with of_log("cannot read the bucket log's control records"):
+            return max(_numbers(self._objects, BASE_DIR), default=0)
+
+    def prune(self, base: int) -> None:
+        """Delete the records before ``base``; see :meth:`Log.prune_control`."""
+        with of_log("cannot delete control records"):
+            bases = _numbers(self._objects, BASE_DIR)
+            if base > max(bases, default=0):
+                if self._read(base) is None:
+                    raise CorruptionError(f"no control record has number {base}", store=self._objects.url)
+                self._objects.create(f"{BASE_DIR}/{base:020d}", [b""])
+                failpoint("prune.written")
+            base = max(base, *bases, 0)
+            names = sorted(entry.name for entry in self._objects.list(f"{CONTROL_DIR}/"))
+            packs = [begin for begin in _numbers(self._objects, PACKS_DIR) if begin + BLOCK <= base]
+            delete_all(self._objects, [name for name in names if name < record_name(base)])
+            delete_all(self._objects, [f"{PACKS_DIR}/{begin:020d}" for begin in packs])
+            for old in bases:
+                if old < base:
+                    self._objects.delete(f"{BASE_DIR}/{old:020d}")
