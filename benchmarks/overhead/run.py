@@ -125,7 +125,7 @@ def main() -> None:
     parser.add_argument("--bound", type=float, default=0.01)
     parser.add_argument("--seconds", type=float, default=300.0, help="of each stretch")
     add_device(parser)
-    args = parse(parser, seconds=0.5)
+    args = parse(parser, seconds=0.2)
     if args.seconds <= 0:
         parser.error(f"--seconds {args.seconds:g}: no step fits into that time: pass more than 0")
     room = int(4 * SHAPE.table_bytes + 15e6 * args.seconds)

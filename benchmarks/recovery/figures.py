@@ -44,7 +44,7 @@ MARKERS = 50
 AT, EACH = (10, 25, MARKERS), (*range(1, MARKERS + 1),)
 RESET_EVERY, RESET_MARKERS = 80, 100
 LENGTHS, TENTH = (20, 30, 40, 50), 10
-QUICK_PART = 40
+QUICK_PART = 80
 ADDED = {
     "none": Filters(ranges=False, bloom=False, real=False),
     "key ranges": Filters(bloom=False, real=False),

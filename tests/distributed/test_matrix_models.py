@@ -60,7 +60,7 @@ LIKE_OTHERS = {
     *("batch size by feature and rank, rowwise_adagrad", "batch size by feature, weighted"),
     *("fp16, ebc, sgd", "fp16, ebc, adagrad", "fp16, ec, sgd", "fp16, ec, rowwise_adagrad"),
     *("fp16 without stochastic rounding", "int32 ids, sequences", "max_norm"),
-    *("weight decay decoupled", "weight decay by counter, adagradw"),
+    *("weight decay L2", "weight decay decoupled", "weight decay by counter, adagradw"),
 }
 """Models that differ in one value from one that `make test` runs: `make test-all` runs them too."""
 CELL_FAMILIES = tuple(FAMILIES)

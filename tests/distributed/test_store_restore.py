@@ -169,6 +169,9 @@ def test_branches_and_changed_plans_come_back_from_the_store(
             assert differences(truths[rank][step], state) == [], marker
 
 
+@pytest.mark.parametrize(
+    "source", [pytest.param(name, marks=marks_of(name, ("rowwise", "sgd"))) for name in WIDE], indirect=True
+)
 def test_a_marker_comes_back_after_gc_has_merged_and_the_log_is_trimmed(
     source: tuple[str, Path, list[Any]], tmp_path: Path
 ) -> None:

@@ -12,6 +12,7 @@ from tests.faults import brokers, disks, frozen, kills, materializer, power, sur
 from tests.faults.__main__ import report
 from tests.faults.board import Board
 from tests.faults.subject import Form
+from tests.sampled import marks_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
 
@@ -38,6 +39,8 @@ ON_KAFKA: list[Scenario] = [
     surgery.frames_on_kafka,
     topics.topics_tampered_with,
 ]
+LIKE_NO_OTHER = (kills.kills_on_kafka, survivors.zombies_on_kafka, topics.topics_tampered_with)
+"""The others do on Kafka what is done on files."""
 
 
 def judge(form: Form) -> None:
@@ -92,7 +95,10 @@ def test_no_marker_is_lost_or_wrong(scenario: Scenario, tmp_path: Path) -> None:
 
 
 @pytest.mark.kafka
-@pytest.mark.parametrize("scenario", ON_KAFKA, ids=lambda each: each.__name__)
+@pytest.mark.parametrize(
+    "scenario",
+    [pytest.param(each, id=each.__name__, marks=marks_of(each, LIKE_NO_OTHER)) for each in ON_KAFKA],
+)
 def test_no_marker_is_lost_or_wrong_on_kafka(scenario: Scenario, bootstrap: str, tmp_path: Path) -> None:
     form = Form(tmp_path, Board(), bootstrap=bootstrap)
     scenario(form)

@@ -26,6 +26,7 @@ from tests.jobs import attach
 from tests.kafka.secure import HANG_S, WRONG, CommandLines, Options, Secure, Wrong, admin, allow_again, forbid
 from tests.model import PLAN_2, differences, trainer, truth
 from tests.parts import Broker, open_log, trim_log
+from tests.sampled import marks_of
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.errors import (
@@ -116,7 +117,13 @@ def cli(secure: Secure, *arguments: str) -> tuple[int, str]:
     return status, text
 
 
-@pytest.mark.parametrize("name", ["wrong password", "untrusted CA", "plaintext to a TLS port"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=marks_of(name, ("untrusted CA",)))
+        for name in ("wrong password", "untrusted CA", "plaintext to a TLS port")
+    ],
+)
 def test_the_command_line_names_the_cause_and_what_to_try(secure: Secure, tmp_path: Path, name: str) -> None:
     wrong, file = WRONG[name], tmp_path / "options"
     file.write_text("".join(f"{key}={value}\n" for key, value in wrong.options(secure).items()))
