@@ -100,7 +100,7 @@ def fold(uri: str) -> None:
 
 def measure(way: str, folder: Path, args: argparse.Namespace) -> dict[str, Any]:
     """Train without saves; then with them until there are enough, kill it and start it again."""
-    flags = [*job_flags(args.rows), *JOB]
+    flags = [*job_flags(args.rows), *([] if args.quick else JOB)]
     until = SKIPPED + args.every * (args.saves + 2)
     plain = folder / "plain"
     plain.mkdir()
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS), metavar="WAY")
     parser.add_argument("--folder", type=Path, help="keep each way's costs there, and take those that are there")
     parser.add_argument("--out", type=Path, help="file the result as JSON, once all ways are measured")
-    args = parse(parser, rows=500, every=10, saves=2, restarts=1)
+    args = parse(parser, rows=500, every=5, saves=2, restarts=1)
     refuse_small_machine("proof", args, "a job, saved", memory=6 << 30, disk=8 << 30)
     kept = args.folder or Path(tempfile.mkdtemp(prefix="costs-"))
     kept.mkdir(parents=True, exist_ok=True)

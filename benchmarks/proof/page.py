@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import time
@@ -31,6 +30,8 @@ PARTS = {"": "run.py", "terabyte": "terabyte.py", "costs": "costs.py", "ettr": "
 """Variant of a result -> what makes it. The last one reads the one before."""
 PICTURE = r"\]\(\.\./benchmarks/proof/results/[^_)]*_[^_)]*{}\.png\)"
 """Link to a picture of the filed result."""
+MORE = re.compile(r"\n[^\n]+\n\n<!-- figures: proof-kills \w+ -->.*?<!-- end -->\n", re.S)
+"""Tables of other runs, each with the line above it: they are not made again."""
 RESUMED = ("run.py", "costs.py")
 """They go on in a folder."""
 
@@ -82,7 +83,7 @@ def page_of(to: Path, quick: bool) -> Path:
     results.newest.cache_clear()
     draw()
     page = to / "proof.md"
-    shutil.copyfile(ROOT / "docs" / "proof.md", page)
+    page.write_text(MORE.sub("", (ROOT / "docs" / "proof.md").read_text()))
     text = written(page)
     for variant in ("", "ettr"):
         text = re.sub(PICTURE.format(variant and f"_{variant}"), f"]({_picture(to, variant)})", text)

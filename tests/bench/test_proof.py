@@ -20,7 +20,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of one run of all parts."""
     to = tmp_path_factory.mktemp("proof")
     script = ROOT / "benchmarks" / "proof" / "page.py"
-    done = run_script(script, "--quick", "--to", str(to), timeout_s=400)
+    done = run_script(script, "--quick", "--to", str(to), timeout_s=560)
     assert done.returncode == 0, done.stderr[-3000:]
     return to
 
@@ -72,6 +72,7 @@ def test_a_failing_job_is_simulated_with_what_was_measured(made: Path) -> None:
 def test_the_page_has_these_results_and_these_pictures(made: Path) -> None:
     text = (made / "proof.md").read_text()
     assert "no figure means anything" in text.split("## ")[0]
+    assert text.count("<!-- figures: proof-kills") == 1
     assert len(re.findall(r"\(proof/results/[^)]*_here\.json\)", text)) == 1
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
     assert len(pictures) == 2

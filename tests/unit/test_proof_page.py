@@ -31,12 +31,15 @@ def test_what_kills_cost() -> None:
         ],
         r"takes over in ([\d.]+) s": [newest("takeover").found["medians"]["spare_to_first_step_s"]],
     }
+    over_kafka = newest("proof", "kafka").facts["variants"]["ours"]
+    said[r"over Kafka (\d+) steps are lost a kill"] = [over_kafka[steps]]
     check_sentences(PAGE, said)
+    assert over_kafka["kills"]["broker"] == 20
     assert ours[steps] < theirs[0]
     assert ours[seconds] > max(row[seconds] for row in others)
 
 
-@pytest.mark.parametrize("variant", ["", "many"])
+@pytest.mark.parametrize("variant", ["", "many", "kafka"])
 def test_no_bit_differs_after_any_kill(variant: str) -> None:
     for row in newest("proof", variant).facts["variants"].values():
         assert (row["losses that differ"], row["tensors that differ"], row["rows lost or stale"]) == (0, 0, 0)
