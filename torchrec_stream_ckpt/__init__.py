@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
     from torchrec_stream_ckpt.evolve.row_maps import IdMap
     from torchrec_stream_ckpt.extras.follower.core import Follower, follow
+    from torchrec_stream_ckpt.extras.follower.model import FollowedModel
     from torchrec_stream_ckpt.extras.follower.tables import FollowedTables
     from torchrec_stream_ckpt.extras.interchange.dcp_reader import StreamReader
     from torchrec_stream_ckpt.extras.interchange.marker_rows import OpenMarker, open_marker
@@ -30,6 +31,7 @@ __all__ = [
     "Changes",
     "Committed",
     "DenseChanges",
+    "FollowedModel",
     "FollowedTables",
     "Follower",
     "GlobalBatches",
@@ -66,6 +68,7 @@ sys.meta_path.append(MovedFinder())
 _LAZY = {
     "Changes": "evolve.changes",
     "DenseChanges": "evolve.changes",
+    "FollowedModel": "extras.follower.model",
     "FollowedTables": "extras.follower.tables",
     "Follower": "extras.follower.core",
     "GlobalBatches": "loaders.global_batches",

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.find.route import Route as Route
     from torchrec_stream_ckpt.find.tiers import Tiers as Tiers
     from torchrec_stream_ckpt.find.tiers import open_job as open_job
-    from torchrec_stream_ckpt.log.api import DataWriter as DataWriter
     from torchrec_stream_ckpt.log.api import Log as Log
     from torchrec_stream_ckpt.log.control.partition import Control as Control
     from torchrec_stream_ckpt.log.stream import read_stream as read_stream
     from torchrec_stream_ckpt.model import optimizer_states as optimizer_states
+    from torchrec_stream_ckpt.model.inference import served_parts as served_parts
     from torchrec_stream_ckpt.proofs.dense import DenseMarks as DenseMarks
     from torchrec_stream_ckpt.proofs.proof_status import ProofStatus as ProofStatus
     from torchrec_stream_ckpt.proofs.unproved import Compared as Compared
@@ -67,7 +67,6 @@ PAGE = {
     "find_marker": ("read.marker_lookup", "find one marker, judging by names and directories"),
     # Log and store.
     "Log": ("log.api", "the interface of both kinds of log"),
-    "DataWriter": ("log.api", "writes frames to one partition"),
     "Control": ("log.control.partition", "reads and appends control records"),
     "read_stream": ("log.stream", "the frames of one rank up to a marker, checked"),
     "Objects": ("store.api", "the objects of one store"),
@@ -98,6 +97,7 @@ PAGE = {
     "DenseEntry": ("evolve.model_schema", "one entry of the dense state in a `ModelSchema`"),
     "EvolutionReport": ("evolve.report", "what becomes of a marker in a model"),
     "optimizer_states": ("model", "the states of a fused optimizer, and which are row-wise"),
+    "served_parts": ("model.inference", "the tables of an inference module, to write by rows"),
 }
 """Name -> its module, and what it is."""
 

@@ -17,9 +17,9 @@ import pytest
 from tests.parts import open_log
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of, seal
-from torchrec_stream_ckpt.inner import DataWriter, Log
+from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.log import file_writer
-from torchrec_stream_ckpt.log.api import Ack, Freed, TrimRange
+from torchrec_stream_ckpt.log.api import Ack, DataWriter, Freed, TrimRange
 from torchrec_stream_ckpt.log.bucket import writer as bucket_writer
 from torchrec_stream_ckpt.util.types import LogSpan
 

@@ -26,8 +26,9 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
 )
 from torchrec_stream_ckpt.extras.follower import tables as tables_module
+from torchrec_stream_ckpt.extras.follower.replica import Gate
 from torchrec_stream_ckpt.extras.follower.source import FollowedJob
-from torchrec_stream_ckpt.extras.follower.tables import Gate, weights_of
+from torchrec_stream_ckpt.extras.follower.tables import weights_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.inner import Plane
 from torchrec_stream_ckpt.util.types import MarkerId

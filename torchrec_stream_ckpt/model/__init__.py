@@ -73,6 +73,14 @@ of ``SplitTableBatchedEmbeddingBagsCodegen``:
 ``_prefetch``, ``lxu_cache_locations_list``           1.0    (GPU) moves cached rows; batches it has done that for
 ``prefetch_pipeline``                                 1.0    (GPU) whether those leave the slots of others alone
 ``weights_dev``, ``weights_host``, ``weights_uvm``    1.0    whether the views have memory
+of a collection of ``torchrec.quant``:
+``_emb_modules``, ``_key_to_tables``                  1.6    (inference) its kernels, and the tables of each
+of ``IntNBitTableBatchedEmbeddingBagsCodegen``:
+``split_embedding_weights``, ``embedding_specs``      1.6    (inference) views of the rows, one a table
+``index_remappings_array``,                           1.6    (inference) whether rows were pruned
+``index_remapping_hash_table``
+``scale_bias_size_in_bytes``                          1.6    (inference) layout of a row
+``weight_initialized``, ``current_device``            1.6    (inference) whether the views have memory
 of a managed collision collection and its wrapper:
 ``_managed_collision_collection``, ``_env``           1.0    the collection inside; its ranks
 ``_managed_collision_modules``                        1.0    one id map a table

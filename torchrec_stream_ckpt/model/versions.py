@@ -197,6 +197,19 @@ WARM_UP = HookPoints("warm-up wrapper", ("_get_warmup_state",), used_inside=("_s
 COMPILED = HookPoints("compiled module", ("_orig_mod",))
 REPLICATED = HookPoints("DistributedDataParallel", ("_comm_hooks",), used_inside=("_comm_hooks",))
 CLIPPING = HookPoints("clipping wrapper", (), used_inside=("_step_num",))
+QUANTIZED_COLLECTION = HookPoints("quantized collection", ("_emb_modules", "_key_to_tables"))
+INFERENCE_KERNEL = HookPoints(
+    "inference kernel",
+    (
+        "current_device",
+        "embedding_specs",
+        "index_remapping_hash_table",
+        "index_remappings_array",
+        "scale_bias_size_in_bytes",
+        "split_embedding_weights",
+        "weight_initialized",
+    ),
+)
 HOOK_POINTS = (
     MODEL,
     DMP,
@@ -227,4 +240,6 @@ HOOK_POINTS = (
     CLIPPING,
     COMPILED,
     REPLICATED,
+    QUANTIZED_COLLECTION,
+    INFERENCE_KERNEL,
 )

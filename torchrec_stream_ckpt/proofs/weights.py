@@ -17,6 +17,8 @@ from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 ReadRows = Callable[[Ints], Array]
 """Reads weights of some rows of a table, ids ascending. Returns shape (n, dim), bfloat16 as its bits."""
+SumsOf = Callable[[Ints], Ints]
+"""Returns :meth:`WeightProof.row_sums` of some rows of a table, ids ascending."""
 
 _PART_BLOCKS = 1 << 10
 """Blocks whose rows are read at a time."""
@@ -74,11 +76,24 @@ class WeightProof:
             rows: Number of rows that it holds from there on.
             read: Returns them.
         """
+        return self.compare_sums(table, row0, rows, lambda ids: plain_sums(read(ids), 0, table.dim))
+
+    @staticmethod
+    def row_sums(weights: Array) -> Ints:
+        """Return one number per whole row: what a reader keeps that does not keep the weights.
+
+        Args:
+            weights: Shape (n, dim), bfloat16 as its bits.
+        """
+        return plain_sums(weights, 0, weights.shape[1])
+
+    def compare_sums(self, table: TableSpec, row0: int, rows: int, sums: SumsOf) -> Compared:
+        """Compare rows by their numbers. Arguments as of :meth:`compare`."""
         checked, found, total = 0, [], table.rows * table.dim
         for blocks, expected in self._parts(table, row0, rows):
             ends = np.minimum((blocks + 1) * BLOCK_ROWS, table.rows)
             counts = ends - blocks * BLOCK_ROWS
-            digests = _digests(table, blocks, counts, read)
+            digests = _digests(table, blocks, counts, sums)
             checked += int(counts.sum()) * table.dim
             found += [
                 UnprovedBlock(table.name, "weights", int(block) * BLOCK_ROWS, int(end), self.marker, None)
@@ -97,9 +112,9 @@ class WeightProof:
             yield blocks[begin : begin + _PART_BLOCKS], expected[begin : begin + _PART_BLOCKS]
 
 
-def _digests(table: TableSpec, blocks: Ints, counts: Ints, read: ReadRows) -> Digests:
+def _digests(table: TableSpec, blocks: Ints, counts: Ints, sums: SumsOf) -> Digests:
     """Return one digest per block of the weights that a reader holds."""
     assert table.id is not None
     ids = (blocks[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
     ids = ids[ids < table.rows]
-    return digest_blocks(plain_sums(read(ids), 0, table.dim) * row_keys(table.id, 0, ids), counts)
+    return digest_blocks(sums(ids) * row_keys(table.id, 0, ids), counts)

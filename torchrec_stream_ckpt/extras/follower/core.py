@@ -7,12 +7,15 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -143,7 +146,7 @@ class Follower:
         return self._aim.passes(marker)
 
     def between_frames(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made, on the thread that follows, between two frames that are read."""
+        """Have ``call`` made on the thread that follows, after each frame that it reads, and after each look."""
         self._source.between = call
 
     def pause(self) -> bool:
@@ -333,9 +336,22 @@ class Follower:
                 except (TrimmedError, CorruptionError) as error:
                     why = error.headline
                     continue
-                yield self._update(UpdateKind.MARKER, target, schema, given.changes, proof=given.proof)
+                update = self._update(UpdateKind.MARKER, target, schema, given.changes, proof=given.proof)
+                yield replace(update, whole=partial(self._whole, lineage, target, schema))
                 return ""
         return why
+
+    def _whole(
+        self, lineage: Lineage, target: Commit, schema: Schema, ids: Mapping[str, npt.NDArray[np.int64]]
+    ) -> Iterator[Changed]:
+        """Yield all columns of some rows as a marker has them."""
+        index = schema.index()
+        try:
+            with self._source.some(lineage, target, {index[name]: rows for name, rows in ids.items()}) as changes:
+                yield from changes()
+        except UNREADABLE as error:
+            self._broke_off(UpdateKind.MARKER, target.id, error)
+            raise
 
     # Rows that no marker has.
 

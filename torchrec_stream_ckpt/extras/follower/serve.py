@@ -10,9 +10,10 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,7 +27,7 @@ from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, VERSION, Header, Kind, json_frame
 from torchrec_stream_ckpt.format.rows import Array, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema, canonical
-from torchrec_stream_ckpt.inner import Compared, DataWriter, Job
+from torchrec_stream_ckpt.inner import Compared, Job
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import RankEnd, TableShard, TableSpec
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
@@ -37,12 +38,30 @@ _IN_FLIGHT = 32
 """Number of frames that may be unacknowledged."""
 
 
+class _Acknowledged(Protocol):
+    @property
+    def offset(self) -> int: ...
+
+    @property
+    def end(self) -> int: ...
+
+
+class _FrameWriter(Protocol):
+    """The methods of a log's writer that are used here."""
+
+    def send(self, frame: memoryview) -> None: ...
+
+    def poll(self, timeout_s: float) -> Sequence[_Acknowledged]: ...
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class _Generation:
     """The generation that is open in the serving log."""
 
     claim: Serve
-    writer: DataWriter
+    writer: _FrameWriter
     seq: int = 0
     chain: int = 0
     marker: int = 0

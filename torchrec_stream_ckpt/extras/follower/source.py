@@ -107,7 +107,7 @@ class FollowedJob:
         self.watch = self.job.log.watch()
         """Waits for news of the log."""
         self.between: Callable[[], None] = lambda: None
-        """Called between two frames that are read."""
+        """Called after each frame that is read, and after each look at the control partition."""
         self._incarnation: str | None = None
         """Id of the incarnation of the followed log; None before the log exists."""
         self._globs = tuple(tables)
@@ -137,6 +137,7 @@ class FollowedJob:
         lineage = self.job.control.refresh()
         if now is not None and lineage.claims:
             self._incarnation = now.id
+        self.between()
         return lineage
 
     def newest_offered(self, lineage: Lineage, passed: Set[MarkerId] = frozenset()) -> Commit | None:

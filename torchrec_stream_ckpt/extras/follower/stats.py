@@ -46,6 +46,8 @@ class FollowStats:
     """Number of these blocks that the tables still hold. Nothing is served until it is 0."""
     uncompared: int = 0
     """Number of markers applied without a comparison, because they have no proof, or it cannot be read."""
+    reread: int = 0
+    """(``FollowedModel``) Number of rows read again whole, because a marker changed only a part of their columns."""
     ended: End | None = None
     """The END record of the job's trainer, as of the last look; None while the trainer has written no END."""
     woken_by: str = ""

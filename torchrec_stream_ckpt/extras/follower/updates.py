@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -78,6 +78,10 @@ class Update:
     older_proofs: Callable[[], Iterator[WeightProof]] = lambda: iter(())
     """(LOAD) Returns the proofs of older markers for weights that were not sent or proved since, newest first, back to
     one round of windows. Call it, and expect errors, as for :attr:`proof`."""
+
+    whole: Callable[[Mapping[str, npt.NDArray[np.int64]]], Iterator[Changed]] = lambda ids: iter(())
+    """(MARKER) Returns all columns of some rows, by table name, as the marker has them. They are read as those of a
+    load, so it is meant for few markers. Call it, and expect errors, as for :attr:`changes`."""
 
     @property
     def marker(self) -> MarkerId:

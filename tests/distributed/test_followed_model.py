@@ -1,0 +1,184 @@
+"""A quantized module follows live trainers: at each marker it is the trainers' model, quantized from scratch."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from tests import ranks, zoo
+from tests.followers import wait_for
+from tests.served import bits, quantize_parts
+from tests.zoo_models import Model, Net, Part, Place, Plan, Table
+from torchrec_stream_ckpt import FollowedModel, StreamConfig, follow
+from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
+
+pytestmark = pytest.mark.distributed
+
+MODEL = Model(
+    (
+        Part(
+            "ebc",
+            (
+                Table("t_sum", 211, 16, ("user",)),
+                Table("t_mean", 150, 32, ("wide",), "mean"),
+                Table("t_copied", 40, 16, ("copied",)),
+            ),
+        ),
+        Part("weighted", (Table("t_weighted", 90, 16, ("item",)),)),
+        Part("ec", (Table("t_word", 120, 16, ("word",)), Table("t_page", 80, 16, ("page",)))),
+    ),
+    "rowwise_adagrad",
+)
+BY_COLUMNS = Plan(
+    2, 2, (Place("tw", (0,)), Place("cw", (0, 1)), Place("dp"), Place("rw"), Place("cw", (1, 0)), Place("tw", (1,)))
+)
+BY_ROWS = Plan(
+    3, 3, (Place("rw"), Place("cw", (2, 1)), Place("dp"), Place("tw", (2,)), Place("cw", (1, 0)), Place("rw"))
+)
+WIDTHS = ("int8", "int4", "int2", "fp16", "fp32", "float")
+EVENTS = ("train", "train", "mark") * 5
+
+
+def served(width: str, truth: dict[str, torch.Tensor] | None = None) -> nn.Module:
+    """The trainer's model, unsharded, with the trainer's state or another one."""
+    net = Net(MODEL)
+    for name, child in list(net.named_children()):
+        if name != "heads":
+            setattr(net, name, child.to_empty(device="cpu"))
+    with torch.no_grad():
+        for key, value in net.state_dict().items():
+            value.copy_(truth[f"model.{key}"] if truth is not None else torch.full_like(value, 3.0))
+    return quantize_parts(net, width).eval()
+
+
+class Batch:
+    """Arguments of a forward, and its answer as bits."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(5)
+        self.sparse, self.target = [], torch.randn(8, generator=generator)
+        for part in MODEL.parts:
+            rows = [table.rows for table in part.tables for _ in table.features]
+            values = [torch.randint(0, each, (16,), generator=generator) for each in rows]
+            names = [feature for table in part.tables for feature in table.features]
+            self.sparse.append(
+                zoo.KeyedJaggedTensor(
+                    names,
+                    torch.cat(values),
+                    lengths=torch.full((8 * len(names),), 2),
+                    weights=torch.rand(16 * len(names), generator=generator) if part.kind == "weighted" else None,
+                )
+            )
+
+    def answer(self, model: object) -> bytes:
+        with torch.no_grad():
+            found: torch.Tensor = model(self.sparse, self.target)  # type: ignore[operator]
+        return found.numpy().tobytes()
+
+
+def check(width: str, marker: str, marks: zoo.Marks, found: tuple[dict[str, bytes], bytes], batch: Batch) -> None:
+    expected = served(width, marks[marker])
+    assert found[0] == bits(expected), (width, marker)
+    assert found[1] == batch.answer(expected), (width, marker)
+
+
+def test_modules_of_every_width_are_at_each_marker_quantized_from_scratch(tmp_path: Path) -> None:
+    """Tables by rows, columns and whole, data-parallel ones, on two ranks, on three, and on a branch."""
+    settings = StreamConfig(uri=f"file://{tmp_path / 'log'}", marker_every=None)
+    batch, marks = Batch(), {}
+    seen: list[tuple[str, str, tuple[dict[str, bytes], bytes]]] = []
+    kinds: dict[str, list[UpdateKind]] = {width: [] for width in WIDTHS}
+    models = {
+        width: FollowedModel(served(width), follow(settings.uri, scratch=tmp_path, poll_s=0.02)) for width in WIDTHS
+    }
+
+    def look() -> None:
+        for width, model in models.items():
+            kinds[width] += [update.kind for update in model.advance(0.05)]
+            if model.stats.marker is not None:
+                with model.reading() as view:
+                    seen.append((width, str(view.marker), (bits(view.module), batch.answer(view))))
+
+    for world, plan, marker in ((2, BY_COLUMNS, None), (3, BY_ROWS, "1:5"), (2, BY_COLUMNS, "1:2")):
+        function = zoo.start if marker is None else zoo.resume
+        extra = (EVENTS,) if marker is None else (marker, EVENTS)
+        job = ranks.start(world, function, MODEL, plan, settings, *extra)
+        while any(process.is_alive() for process in job.processes) and not job.pipes[0].poll(0):
+            look()
+        result = job.join()[0]
+        marks |= result if marker is None else result[1]
+        look()
+    for width, marker, found in {(width, marker): (width, marker, found) for width, marker, found in seen}.values():
+        check(width, marker, marks, found, batch)
+    answers: dict[tuple[str, str], bytes] = {}
+    for width, marker, (_, answer) in seen:  # each time that a marker was seen, it gave the same answer
+        assert answers.setdefault((width, marker), answer) == answer
+    for width, model in models.items():
+        assert kinds[width].count(UpdateKind.MARKER) >= 2, width
+        assert kinds[width].count(UpdateKind.LOAD) >= 2, width  # the branch
+        assert (model.stats.proofs, model.stats.unproved) == (model.stats.markers, 0)
+        model.close()
+
+
+def test_each_answer_is_of_one_marker_while_readers_hammer_it(tmp_path: Path) -> None:
+    settings = StreamConfig(uri=f"file://{tmp_path / 'log'}", marker_every=None)
+    batch, stop = Batch(), threading.Event()
+    seen: set[tuple[str, bytes]] = set()
+    with FollowedModel(served("int8"), follow(settings.uri, scratch=tmp_path, poll_s=0.02)) as model:
+        model.start()
+
+        def read() -> None:
+            while not stop.is_set():
+                if model.stats.marker is None:
+                    stop.wait(0.01)
+                    continue
+                with model.reading() as view:
+                    seen.add((str(view.marker), batch.answer(view)))
+
+        readers = [threading.Thread(target=read) for _ in range(2)]
+        for reader in readers:
+            reader.start()
+        job = ranks.start(2, zoo.start, MODEL, BY_COLUMNS, settings, EVENTS * 2)
+        marks: zoo.Marks = job.join()[0]
+        last = max(marks, key=lambda marker: int(marker.partition(":")[2]))
+        wait_for(lambda: str(model.stats.marker) == last or model.failure is not None)
+        stop.set()
+        for reader in readers:
+            reader.join()
+        assert model.failure is None
+        with model.reading() as view:
+            assert str(view.marker) == last
+    assert len({marker for marker, _ in seen}) >= 3
+    for marker, answer in seen:
+        assert answer == batch.answer(served("int8", marks[marker])), marker
+
+
+def test_a_part_of_the_model_and_another_model(tmp_path: Path) -> None:
+    settings = StreamConfig(uri=f"file://{tmp_path / 'log'}", marker_every=None)
+    marks = ranks.run(2, zoo.start, MODEL, BY_COLUMNS, settings, ("train", "mark"))[0]
+    whole = served("int4", marks["1:1"])
+    part = copy.deepcopy(served("int4").get_submodule("part1"))
+    with FollowedModel(part, follow(settings.uri, tables=["part1.*"]), prefix="part1") as model:
+        model.advance()
+        with model.reading() as view:
+            assert bits(view.module) == bits(whole.get_submodule("part1"))
+    other = served("int8")
+    other.heads["0_user"] = nn.Linear(17, 1)  # type: ignore[index, operator]
+    with (
+        FollowedModel(other, follow(settings.uri)) as model,
+        pytest.raises(SchemaMismatchError, match=r"(?s)\(1, 16\) in the marker and \(1, 17\).*heads.0_user.weight"),
+    ):
+        model.advance()
+    more = served("int8")
+    more.bias = nn.Parameter(torch.zeros(1))
+    with (
+        FollowedModel(more, follow(settings.uri)) as model,
+        pytest.raises(SchemaMismatchError, match=r"(?s)neither rows nor dense state.*entry=bias"),
+    ):
+        model.advance()

@@ -1,0 +1,87 @@
+"""Inference modules for tests: float ones with given weights, and the same quantized by TorchRec itself."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.ao.quantization import PlaceholderObserver, QConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantBags
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantRows
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+WIDTHS = {
+    "int8": torch.qint8,
+    "int4": torch.quint4x2,
+    "int2": torch.quint2x4,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
+HALF = DataType.FP16
+
+
+def collection(kind: str, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """A float collection with these tables, a feature for each of them."""
+    shapes = {name: {"num_embeddings": w.shape[0], "embedding_dim": w.shape[1]} for name, w in weights.items()}
+    types = {name: HALF if w.dtype == torch.float16 else DataType.FP32 for name, w in weights.items()}
+    made: nn.Module
+    if kind == "ec":
+        made = EmbeddingCollection(
+            tables=[
+                EmbeddingConfig(name=name, feature_names=[f"f_{name}"], data_type=types[name], **shape)
+                for name, shape in shapes.items()
+            ]
+        )
+    else:
+        made = EmbeddingBagCollection(
+            tables=[
+                EmbeddingBagConfig(name=name, feature_names=[f"f_{name}"], data_type=types[name], **shape)
+                for name, shape in shapes.items()
+            ]
+        )
+    with torch.no_grad():
+        for key, value in made.state_dict().items():
+            value.view(torch.uint8).copy_(weights[key.split(".")[-2]].view(torch.uint8))
+    return made
+
+
+def quantized(module: nn.Module, width: str) -> nn.Module:
+    """The same collection, quantized from scratch."""
+    module.qconfig = QConfig(
+        activation=PlaceholderObserver.with_args(dtype=torch.float),
+        weight=PlaceholderObserver.with_args(dtype=WIDTHS[width]),
+    )
+    return (QuantRows if isinstance(module, EmbeddingCollection) else QuantBags).from_float(module)
+
+
+def quantize_parts(model: nn.Module, width: str) -> nn.Module:
+    """Quantize all collections of a model in place; ``float``: none."""
+    if width != "float":
+        for name, child in list(model.named_children()):
+            if isinstance(child, EmbeddingCollection | EmbeddingBagCollection):
+                setattr(model, name, quantized(child, width))
+    return model
+
+
+def bits(module: nn.Module) -> dict[str, bytes]:
+    """All of a module's state, kernels of quantized tables without their padding."""
+    state: dict[str, bytes] = {}
+    for path, each in module.named_modules():
+        for number, kernel in enumerate(getattr(each, "_emb_modules", ())):
+            for position, parts in enumerate(kernel.split_embedding_weights()):
+                state[f"{path}.{number}.{position}"] = b"".join(p.numpy().tobytes() for p in parts if p is not None)
+    owned = tuple(path for path, each in module.named_modules() if hasattr(each, "_emb_modules"))
+    for key, value in module.state_dict().items():
+        if not key.startswith(tuple(f"{path}." for path in owned)):
+            state[key] = value.contiguous().view(torch.uint8).numpy().tobytes() if value.dim() else str(value).encode()
+    return state
+
+
+def all_rows(weights: dict[str, torch.Tensor]) -> KeyedJaggedTensor:
+    """A batch with one bag of one id for each row of the smallest table, and so the last rows of none."""
+    count = min(len(each) for each in weights.values())
+    ids = torch.arange(count)
+    return KeyedJaggedTensor(
+        [f"f_{name}" for name in weights], ids.repeat(len(weights)), lengths=torch.ones(count * len(weights)).long()
+    )
