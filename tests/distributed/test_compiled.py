@@ -13,7 +13,8 @@ from tests import warm
 from tests.model import PLAN_2, Net, Trainer, trainer
 from torchrec_stream_ckpt import Changes, DenseChanges, ModelSchema, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import SchemaMismatchError
-from torchrec_stream_ckpt.evolve.dense import resolve_dense
+from torchrec_stream_ckpt.evolve.dense import compare_dense
+from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import DenseEntry
 
@@ -105,11 +106,15 @@ def test_names_that_an_older_marker_has_of_the_compiler_are_proposed_as_renames(
         return ModelSchema(Schema(()), tuple(DenseEntry(name, (2,), "float32") for name in names), (), ())
 
     saved, here = schema("over._orig_mod.0.weight", "same"), schema("over.0.weight", "same")
+    found = Findings(Changes())
+    compare_dense(saved, here, found)
     with pytest.raises(SchemaMismatchError) as caught:
-        resolve_dense(saved, here)
+        found.check()
     said = str(caught.value)
     assert "renamed={'over._orig_mod.0.weight': 'over.0.weight'}" in said
     assert "fresh" not in said
     assert "dropped" not in said
     changes = Changes(dense=DenseChanges(renamed={"over._orig_mod.0.weight": "over.0.weight"}))
-    assert resolve_dense(saved, here, changes).sources == {"over.0.weight": "over._orig_mod.0.weight", "same": "same"}
+    found = Findings(changes)
+    assert compare_dense(saved, here, found).sources == {"over.0.weight": "over._orig_mod.0.weight", "same": "same"}
+    found.check()

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile, listed
 from torchrec_stream_ckpt.format.end_note import End, Note, Outcome
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, scalars_digest
 from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, NEWEST_VERSION, Header, Kind, json_frame, pad_frame, seal
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, NEWEST_VERSION, Header, Kind, json_frame, seal, seal_pad
 from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
@@ -152,7 +152,10 @@ def frames() -> dict[str, bytes]:
 def version_4(mark: Header, scalars: tuple[TableScalars, ...]) -> dict[str, bytes]:
     """What may follow on the golden MARK in a generation that announces it: padding, and a MARK with digests."""
     pad = Header(Kind.PAD, JOB, 1, seq=5, schema_crc=SCHEMA.crc, chain=mark.header_crc, version=NEWEST_VERSION)
-    found = {"pad": bytes(pad_frame(pad, 192))}
+    pad.payload_len = 64
+    frame = bytearray(HEADER_LEN + pad.payload_len)
+    seal_pad(pad, memoryview(frame))
+    found = {"pad": bytes(frame)}
     said = Mark(5, 2_048, scalars, PROOF, dense_proof(scalars))
     header = Header(Kind.MARK, JOB, 1, seq=6, step=STEP + 1, marker=MARKER + 1, schema_crc=SCHEMA.crc)
     header.chain, header.version = pad.header_crc, said.version

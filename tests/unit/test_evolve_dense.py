@@ -6,8 +6,10 @@ import pytest
 
 from torchrec_stream_ckpt import Changes, DenseChanges, ModelSchema
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.dense import resolve_dense
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES
+from torchrec_stream_ckpt.evolve.dense import compare_dense
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
+from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
 from torchrec_stream_ckpt.inner import DenseEntry
 
@@ -28,6 +30,14 @@ def model(
 
 
 SAVED = model(*OVER)
+
+
+def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_CHANGES) -> DenseEvolution:
+    """Compare the dense parts of two models; raises for what prevents a restore."""
+    found = Findings(changes)
+    evolution = compare_dense(saved, here, found)
+    found.check()
+    return evolution
 
 
 def labels(evolution: DenseEvolution) -> dict[str, str]:

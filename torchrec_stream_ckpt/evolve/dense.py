@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import TypeVar
 
-from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.evolve.dense_outcome import (
     DenseEvolution,
     DenseOutcome,
@@ -25,30 +24,16 @@ T = TypeVar("T")
 _PLAIN = re.compile(r"[\w.]+")
 
 
-def resolve_dense(saved: ModelSchema, here: ModelSchema, changes: Changes = NO_CHANGES) -> DenseEvolution:
+def compare_dense(
+    saved: ModelSchema, here: ModelSchema, found: Findings, imported: States | None = None
+) -> DenseEvolution:
     """Find the outcome of each dense parameter, of each dense optimizer and its states, and of the user's objects.
 
     Args:
         saved: Schema of the marker; its tables are ignored.
         here: Schema of this model.
-        changes: The declared changes.
-
-    Raises:
-        ChangesError: declarations are wrong; the error names all of them.
-        SchemaMismatchError: there are undeclared differences; the error names all of them, and the changes to declare.
-    """
-    found = Findings(changes)
-    evolution = compare_dense(saved, here, found)
-    found.check()
-    return evolution
-
-
-def compare_dense(
-    saved: ModelSchema, here: ModelSchema, found: Findings, imported: States | None = None
-) -> DenseEvolution:
-    """Resolve like :func:`resolve_dense`, but add problems to ``found``; the result is valid only without any.
-
-    If ``imported`` gives the states of an imported marker, its optimizers and objects are ignored.
+        found: Findings, to which problems are added; the result is valid only without any.
+        imported: States of an imported marker, whose optimizers and objects are ignored. None for other markers.
     """
     entries = _Entries(saved, here, found)
     outcomes = entries.outcomes()

@@ -1,4 +1,4 @@
-"""Outcomes of a marker's dense state in a changed model: plain values, from ``resolve_dense``."""
+"""Outcomes of a marker's dense state in a changed model: plain values, from ``compare_dense``."""
 
 from __future__ import annotations
 

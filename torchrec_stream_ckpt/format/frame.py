@@ -314,22 +314,6 @@ def payload_of(header: Header, frame: Buffer) -> memoryview:
     return payload
 
 
-def pad_frame(header: Header, num_bytes: int) -> bytearray:
-    """Make a sealed frame of zeros.
-
-    Args:
-        header: A header of kind PAD and the newest version.
-        num_bytes: Length of the whole frame: a multiple of 64, from 128 to ``MAX_FRAME_BYTES``.
-    """
-    assert header.kind is Kind.PAD
-    assert num_bytes == aligned(num_bytes)
-    assert HEADER_LEN <= num_bytes <= MAX_FRAME_BYTES
-    header.payload_len = num_bytes - HEADER_LEN
-    frame = bytearray(num_bytes)
-    seal_pad(header, memoryview(frame))
-    return frame
-
-
 def seal_pad(header: Header, frame: memoryview) -> None:
     """Make memory a frame of zeros. The header is of kind PAD and has its length."""
     payload = frame[HEADER_LEN:]
