@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
-from sys import intern
 from typing import Any, ClassVar, TypeAlias
 
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
@@ -15,13 +14,12 @@ from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList, check_files
 from torchrec_stream_ckpt.format.end_note import End, Note
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
-from torchrec_stream_ckpt.format.fields import Fields
+from torchrec_stream_ckpt.format.fields import Fields, PayloadRecord
 from torchrec_stream_ckpt.format.frame import (
     CHANGED_VERSION,
     NEWEST_VERSION,
     VERSION,
     Buffer,
-    Header,
     Kind,
     parse_header,
     payload_of,
@@ -29,7 +27,7 @@ from torchrec_stream_ckpt.format.frame import (
 from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.rank_shards import RankShards
-from torchrec_stream_ckpt.format.record import MAC, Meta, Record
+from torchrec_stream_ckpt.format.record import Meta, Record
 from torchrec_stream_ckpt.format.schema import NO_TABLES, Schema, canonical, plain
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
@@ -120,7 +118,7 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Claim(Record):
+class Claim(PayloadRecord):
     """Record that opens a generation. The first CLAIM of a number, in log order, owns it."""
 
     KIND: ClassVar[Kind] = Kind.CLAIM
@@ -173,34 +171,7 @@ class Claim(Record):
             fields["layout"] = self.layout.to_text()
         return fields | {"parent": str(self.parent) if self.parent else None}
 
-    @classmethod
-    def from_json(cls, header: Header, data: Buffer) -> Claim:
-        raw = Fields(data, "CLAIM", cls, header.version, job=header.job.hex(), generation=header.generation)
-        layout = raw.optional("layout", str)
-        claim = cls(
-            job=header.job,
-            generation=header.generation,
-            nonce=raw.take("nonce", str),
-            name=raw.take("name", str),
-            parent=raw.marker("parent"),
-            world=raw.take("world", int),
-            partitions=raw.take("partitions", int),
-            incarnation=raw.take("incarnation", str),
-            schema=raw.schema("schema"),
-            swept=tuple(raw.ints("swept")),
-            time_s=raw.take("time_s", float),
-            mac=raw.matching("mac", MAC),
-            layout=RankShards.from_text(layout) if layout is not None else None,
-            same_schema=raw.optional("same_schema", int),
-            same_layout=raw.optional("same_layout", int),
-            changes=raw.changed("changes"),
-            announces=raw.announced("announces"),
-            version=header.version,
-        )
-        claim._check()
-        return claim
-
-    def _check(self) -> None:
+    def check(self) -> None:
         """Check that it does not contain the parts that it leaves to another CLAIM."""
         if self.same_schema is not None and self.schema.tables:
             raise CorruptionError("CLAIM has both tables and same_schema")
@@ -218,7 +189,7 @@ class Serve(Claim):
 
 
 @dataclass(frozen=True, slots=True)
-class Commit(Record):
+class Commit(PayloadRecord):
     """Record that makes a marker exist once it is in the control partition, if its writer owns the job."""
 
     KIND: ClassVar[Kind] = Kind.COMMIT
@@ -303,32 +274,19 @@ class Commit(Record):
             **optional,
         }
 
-    @classmethod
-    def from_json(cls, header: Header, data: Buffer) -> Commit:
-        same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker, "step": header.step}
-        raw = Fields(data, "COMMIT", cls, header.version, **same)
-        commit = cls(
-            job=header.job,
-            generation=header.generation,
-            nonce=intern(raw.take("nonce", str)),
-            marker=header.marker,
-            step=header.step,
-            ranks=raw.rank_ends("ranks"),
-            dense=raw.take("dense", str),
-            dense_files=raw.each("dense_files", DenseFile),
-            time_s=raw.take("time_s", float),
-            store=intern(raw.take("store", str)),
-            mac=raw.matching("mac", MAC),
-            meta=raw.optional_meta("meta"),
-            dense_list=raw.dense_list("dense_list"),
-            version=header.version,
-        )
-        _check_places(commit)
-        return commit
+    def check(self) -> None:
+        """Check that fields that name a place on a disk are plain paths and names."""
+        _check_place("COMMIT.store", self.store)
+        _check_place("COMMIT.dense", self.dense)
+        check_files(self.dense_files, "COMMIT.dense_files")
+        if self.dense_list is not None:
+            self.dense_list.check("COMMIT.dense_list")
+            if self.dense_files:
+                raise CorruptionError("COMMIT has both dense_files and dense_list")
 
 
 @dataclass(frozen=True, slots=True)
-class Trim(Record):
+class Trim(PayloadRecord):
     """Record of an operator giving up log data: after it, data before the ends of some markers may be missing.
 
     The COMMITs of these markers say where those ends are. The record does not cover generations that no marker needs.
@@ -372,35 +330,22 @@ class Trim(Record):
         given_up = {"given_up": [str(marker) for marker in self.given_up]} if self.given_up is not None else {}
         return Record.body(self) | {"markers": [str(marker) for marker in self.markers]} | given_up
 
-    @classmethod
-    def from_json(cls, header: Header, data: Buffer) -> Trim:
-        same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker}
-        raw = Fields(data, "TRIM", cls, header.version, **same)
-        trim = cls(
-            job=header.job,
-            generation=header.generation,
-            marker=header.marker,
-            markers=raw.markers("markers"),
-            store=raw.take("store", str),
-            nonce=raw.take("nonce", str),
-            time_s=raw.take("time_s", float),
-            mac=raw.matching("mac", MAC),
-            given_up=raw.optional_markers("given_up"),
-            version=header.version,
-        )
-        generations = [marker.generation for marker in trim.markers]
-        if generations != sorted(set(generations)) or trim.id not in trim.markers:
+    def check(self) -> None:
+        generations = [marker.generation for marker in self.markers]
+        if generations != sorted(set(generations)) or self.id not in self.markers:
             raise CorruptionError("TRIM.markers must name each generation once, in order, and include its own marker")
-        reach, given_up = {marker.generation: marker for marker in trim.markers}, list(trim.given_up or ())
+        reach, given_up = {marker.generation: marker for marker in self.markers}, list(self.given_up or ())
         if given_up != sorted(set(given_up)) or any(each >= reach.get(each.generation, each) for each in given_up):
             raise CorruptionError("TRIM.given_up must be sorted, without duplicates, and before TRIM.markers")
-        if not trim.store:
+        if not self.store:
             raise CorruptionError("TRIM.store is empty")
-        _check_place("TRIM.store", trim.store)
-        return trim
+        _check_place("TRIM.store", self.store)
 
 
 ControlRecord: TypeAlias = Claim | Commit | Trim | End | Note | Snapshot
+_KINDS: dict[Kind, type[ControlRecord]] = {
+    kind.KIND: kind for kind in (Claim, Commit, Trim, End, Note, Snapshot, Serve)
+}
 
 
 def parse_control(frame: Buffer, offset: int | None = None, *, serving: bool = False) -> ControlRecord:
@@ -424,39 +369,16 @@ def parse_control(frame: Buffer, offset: int | None = None, *, serving: bool = F
 def _parse_control(frame: Buffer, *, serving: bool) -> ControlRecord:
     header = parse_header(frame)
     payload = payload_of(header, frame)
-    if header.kind is Kind.CLAIM:
-        return Claim.from_json(header, payload)
-    if header.kind is Kind.COMMIT:
-        return Commit.from_json(header, payload)
-    if header.kind is Kind.TRIM:
-        return Trim.from_json(header, payload)
-    if header.kind is Kind.END:
-        return End.from_json(header, payload)
-    if header.kind is Kind.NOTE:
-        return Note.from_json(header, payload)
-    if header.kind is Kind.SNAPSHOT:
-        return Snapshot.from_json(header, payload)
     if header.kind is Kind.SERVE and not serving:
         raise ServingStreamError(
             "this is a serving stream: its rows are lossy, and have no optimizer state",
             hint="use the trainer's log; to follow a serving stream, run stream-ckpt follow",
         )
-    if header.kind is Kind.SERVE:
-        return Serve.from_json(header, payload)
-    raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
+    if header.kind not in _KINDS:
+        raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
+    return _KINDS[header.kind].from_json(header, payload)
 
 
 def _check_place(what: str, place: str) -> None:
     if len(place) > MAX_PLACE_CHARS or not place.isprintable():
         raise CorruptionError(f"{what} is not a path: {place!r:.80}")
-
-
-def _check_places(commit: Commit) -> None:
-    """Check that fields that name a place on a disk are plain paths and names."""
-    _check_place("COMMIT.store", commit.store)
-    _check_place("COMMIT.dense", commit.dense)
-    check_files(commit.dense_files, "COMMIT.dense_files")
-    if commit.dense_list is not None:
-        commit.dense_list.check("COMMIT.dense_list")
-        if commit.dense_files:
-            raise CorruptionError("COMMIT has both dense_files and dense_list")

@@ -7,9 +7,9 @@ from enum import StrEnum
 from typing import Any, ClassVar
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.fields import Fields
-from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind
-from torchrec_stream_ckpt.format.record import MAC, Meta, Record
+from torchrec_stream_ckpt.format.fields import PayloadRecord
+from torchrec_stream_ckpt.format.frame import VERSION, Kind
+from torchrec_stream_ckpt.format.record import Meta, Record
 from torchrec_stream_ckpt.util.types import MarkerId
 
 MAX_REASON_CHARS = 200
@@ -25,7 +25,7 @@ class Outcome(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class End(Record):
+class End(PayloadRecord):
     """Last record of a generation: its trainer has ended and commits nothing more."""
 
     KIND: ClassVar[Kind] = Kind.END
@@ -44,30 +44,15 @@ class End(Record):
     mac: str = ""
     version: int = field(default=VERSION, compare=False)
 
-    @classmethod
-    def from_json(cls, header: Header, data: Buffer) -> End:
-        same = {"job": header.job.hex(), "generation": header.generation, "step": header.step}
-        raw = Fields(data, "END", cls, header.version, **same)
-        end = cls(
-            job=header.job,
-            generation=header.generation,
-            nonce=raw.take("nonce", str),
-            step=header.step,
-            outcome=raw.take("outcome", str),
-            reason=raw.take("reason", str),
-            time_s=raw.take("time_s", float),
-            mac=raw.matching("mac", MAC),
-            version=header.version,
-        )
-        if end.outcome not in list(Outcome):
-            raise CorruptionError(f"END.outcome is {end.outcome!r:.80}, expected one of {', '.join(Outcome)}")
-        if len(end.reason) > MAX_REASON_CHARS or not (end.reason.isprintable()):
-            raise CorruptionError(f"END.reason is not a short line: {end.reason!r:.80}")
-        return end
+    def check(self) -> None:
+        if self.outcome not in list(Outcome):
+            raise CorruptionError(f"END.outcome is {self.outcome!r:.80}, expected one of {', '.join(Outcome)}")
+        if len(self.reason) > MAX_REASON_CHARS or not (self.reason.isprintable()):
+            raise CorruptionError(f"END.reason is not a short line: {self.reason!r:.80}")
 
 
 @dataclass(frozen=True, slots=True)
-class Note(Record):
+class Note(PayloadRecord):
     """Metadata of a committed marker, added later."""
 
     KIND: ClassVar[Kind] = Kind.NOTE
@@ -89,18 +74,3 @@ class Note(Record):
 
     def body(self) -> dict[str, Any]:
         return Record.body(self) | {"meta": dict(self.meta)}
-
-    @classmethod
-    def from_json(cls, header: Header, data: Buffer) -> Note:
-        same = {"job": header.job.hex(), "generation": header.generation, "marker": header.marker}
-        raw = Fields(data, "NOTE", cls, header.version, **same)
-        return cls(
-            job=header.job,
-            generation=header.generation,
-            marker=header.marker,
-            meta=raw.meta("meta"),
-            nonce=raw.take("nonce", str),
-            time_s=raw.take("time_s", float),
-            mac=raw.matching("mac", MAC),
-            version=header.version,
-        )

@@ -5,20 +5,22 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import fields
 from functools import cache
-from typing import Any, TypeVar, get_type_hints
+from sys import intern
+from typing import Any, Self, TypeVar, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.claim_changes import MAX_EARLIER, ClaimChanges
 from torchrec_stream_ckpt.format.claim_features import check_announced
-from torchrec_stream_ckpt.format.dense_files import DenseList
+from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
-from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, NEWEST_VERSION, VERSION, Buffer
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, NEWEST_VERSION, VERSION, Buffer, Header
 from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
-from torchrec_stream_ckpt.format.record import Meta, meta_of
+from torchrec_stream_ckpt.format.rank_shards import RankShards
+from torchrec_stream_ckpt.format.record import MAC, Meta, Record, meta_of
 from torchrec_stream_ckpt.format.schema import OPTIONAL, SINCE_3, SINCE_4, Schema
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, RankEnd, StateSpec, TableSpec
 
@@ -155,6 +157,10 @@ class Fields:
         """Read markers. Returns None if they are omitted."""
         return self.markers(name) if name in self._raw else None
 
+    def layout(self, name: str) -> RankShards | None:
+        """Read the shards of all ranks in a CLAIM. Returns None if they are omitted."""
+        return RankShards.from_text(self.take(name, str)) if name in self._raw else None
+
     def schema(self, name: str) -> Schema:
         what = f"{self._what}.{name}"
         raw = self.take(name, dict)
@@ -167,6 +173,64 @@ class Fields:
         if any(ids) and (None in ids or len(set(ids)) < len(ids)):
             raise CorruptionError(f"{what}: tables must have unique ids")
         return schema
+
+
+class PayloadRecord(Record):
+    """A control record that is read from the JSON in its frame, each field by its type."""
+
+    __slots__ = ()
+
+    @classmethod
+    def from_json(cls, header: Header, data: Buffer) -> Self:
+        """Read the payload of a frame with this header.
+
+        Raises:
+            CorruptionError: the payload is invalid, or differs from the header.
+        """
+        in_both, readers = _read_by(cls)
+        place = {name: getattr(header, name) for name in in_both}
+        raw = Fields(data, cls.KIND.name, cls, header.version, job=header.job.hex(), **place)
+        values = {name: read(raw, name) for name, read in readers}
+        mac = raw.matching("mac", MAC)
+        record = cls(**place, **values, job=header.job, mac=mac, version=header.version)  # type: ignore[call-arg]
+        record.check()
+        return record
+
+    def check(self) -> None:
+        """Check what the types of the fields leave open."""
+
+
+_READERS: dict[object, Callable[[Fields, str], Any]] = {
+    str: lambda raw, name: intern(raw.take(name, str)),
+    int: lambda raw, name: raw.take(name, int),
+    float: lambda raw, name: raw.take(name, float),
+    int | None: lambda raw, name: raw.optional(name, int),
+    tuple[int, ...]: lambda raw, name: tuple(raw.ints(name)),
+    tuple[DenseFile, ...]: lambda raw, name: raw.each(name, DenseFile),
+    tuple[MarkerId, ...]: Fields.markers,
+    tuple[MarkerId, ...] | None: Fields.optional_markers,
+    tuple[str, ...] | None: Fields.announced,
+    MarkerId | None: Fields.marker,
+    Meta: Fields.meta,
+    Meta | None: Fields.optional_meta,
+    Schema: Fields.schema,
+    RankShards | None: Fields.layout,
+    ClaimChanges | None: Fields.changed,
+    Sequence[RankEnd]: Fields.rank_ends,
+    DenseList | None: Fields.dense_list,
+}
+"""Reader of a field of each type."""
+
+
+def _readers_of(kind: type) -> tuple[list[str], list[tuple[str, Callable[[Fields, str], Any]]]]:
+    """Return (fields that the header has too, the other fields but ``job`` and ``mac`` with their readers)."""
+    names = _names(kind)
+    in_both: list[str] = [name for name in ("generation", "marker", "step") if name in names]
+    others = names.difference(in_both, ("job", "mac"))
+    return in_both, [(name, _READERS[hint]) for name, hint in _hints(kind).items() if name in others]
+
+
+_read_by: Callable[[type], tuple[list[str], list[tuple[str, Callable[[Fields, str], Any]]]]] = cache(_readers_of)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
-from torchrec_stream_ckpt.format.fields import Fields
+from torchrec_stream_ckpt.format.fields import Fields, PayloadRecord
 from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind, json_frame, parse_header, payload_of
-from torchrec_stream_ckpt.format.record import MAC, Record
 from torchrec_stream_ckpt.format.schema import canonical
 
 PIECE_BYTES = 700_000
@@ -52,7 +51,7 @@ class Base:
 
 
 @dataclass(frozen=True, slots=True)
-class Snapshot(Record):
+class Snapshot(PayloadRecord):
     """One part of a snapshot of the control partition. It changes no decision that follows from other records."""
 
     KIND: ClassVar[Kind] = Kind.SNAPSHOT
@@ -86,33 +85,17 @@ class Snapshot(Record):
     def packed(self) -> bytes:
         return base64.b64decode(self.piece)
 
-    @classmethod
-    def from_json(cls, header: Header, data: Buffer) -> Snapshot:
-        same = {"job": header.job.hex(), "generation": header.generation}
-        raw = Fields(data, "SNAPSHOT", cls, header.version, **same)
-        made = cls(
-            job=header.job,
-            generation=header.generation,
-            incarnation=raw.take("incarnation", str),
-            upto=raw.take("upto", int),
-            crc=raw.take("crc", int),
-            part=raw.take("part", int),
-            parts=raw.take("parts", int),
-            num_bytes=raw.take("num_bytes", int),
-            digest=raw.matching("digest", _DIGEST),
-            piece=raw.take("piece", str),
-            mac=raw.matching("mac", MAC),
-            version=header.version,
-        )
-        if not made.part < made.parts <= MAX_PARTS or made.num_bytes > MAX_BYTES:
-            raise CorruptionError(f"SNAPSHOT is too large: part {made.part} of {made.parts}, {made.num_bytes} bytes")
+    def check(self) -> None:
+        if not _DIGEST.fullmatch(self.digest):
+            raise CorruptionError(f"SNAPSHOT.digest is {self.digest!r:.80}, expected {_DIGEST.pattern}")
+        if not self.part < self.parts <= MAX_PARTS or self.num_bytes > MAX_BYTES:
+            raise CorruptionError(f"SNAPSHOT is too large: part {self.part} of {self.parts}, {self.num_bytes} bytes")
         try:
-            length = len(base64.b64decode(made.piece, validate=True))
+            length = len(base64.b64decode(self.piece, validate=True))
         except ValueError:  # binascii.Error, or a character that is not ASCII
             raise CorruptionError("SNAPSHOT.piece is not base64") from None
         if not 0 < length <= PIECE_BYTES:
             raise CorruptionError(f"SNAPSHOT.piece has {length} bytes")
-        return made
 
 
 def pack(body: bytes, job: bytes, generation: int, incarnation: str, upto: int, crc: int) -> list[Snapshot]:
