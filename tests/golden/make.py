@@ -26,13 +26,12 @@ from torchrec_stream_ckpt.format.end_note import End, Note, Outcome
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, scalars_digest
 from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, NEWEST_VERSION, Header, Kind, json_frame, seal, seal_pad
-from torchrec_stream_ckpt.format.ids import IdEvent, IdEvents, encode_ids
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.record import meta_of
-from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, Section
 from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.util.layout import dense_name
@@ -115,7 +114,7 @@ def frames() -> dict[str, bytes]:
         stream[name], previous = bytes(frame), header
     ids = Header(Kind.IDS, JOB, 1, seq=3, step=STEP, marker=MARKER, table=1, schema_crc=SCHEMA.crc)
     ids.chain = previous.header_crc
-    frame = encode_ids(ids, id_events())
+    frame = ids_frame(ids)
     seal(ids, frame)
     stream["ids"], previous = bytes(frame), ids
     num_bytes = sum(map(len, stream.values()))
@@ -178,10 +177,16 @@ def claim_announcing() -> Claim:
     return brief(replace(claim(), generation=4, nonce="62" * 16, announces=KNOWN), {})
 
 
-def id_events() -> IdEvents:
-    """Row 3 of t_user passes from one raw id to another."""
-    events = [IdEvent.EVICTED, IdEvent.ASSIGNED]
-    return IdEvents(np.array([3, 3]), np.array([-5, 2**40]), np.array(events, np.uint8))
+def id_events() -> list[np.ndarray]:
+    """Row 3 of t_user passes from one raw id to another: evicted (2), then assigned (1)."""
+    return [np.array([3, 3]), np.array([-5, 2**40]), np.array([2, 1], np.uint8)]
+
+
+def ids_frame(header: Header) -> bytearray:
+    """An IDS frame, unsealed: each section at a multiple of 64 bytes."""
+    header.rows, header.payload_len, header.section_offsets = 2, 192, (0, 64, 128)
+    header.dtypes = tuple(Section(name, True, 1).code for name in ("int64", "int64", "uint8"))
+    return bytearray(HEADER_LEN) + b"".join(each.tobytes().ljust(64, b"\0") for each in id_events())
 
 
 def claim() -> Claim:
