@@ -114,6 +114,11 @@ class Stream:
 
         return timed_cpu(run)
 
+    @property
+    def end(self) -> int:
+        """Offset up to which the log has acknowledged frames."""
+        return self._publisher.flight.acked.end
+
     def close(self) -> None:
         self._publisher.close(10)
 

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import shutil
+import tempfile
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
 from tests import jobs, ranks, stores, tiered, warm
-from tests.model import PLAN_2, PLAN_3_OTHER, Spec, differences
+from tests.laps import cell_model, lap, plan
+from tests.model import PLAN_2, PLAN_3_OTHER, Spec, differences, trainer
+from tests.padded import pad_small_frames
 from tests.parts import FileLog, Policy, trim_log
+from tests.pool import Pool
 from torchrec_stream_ckpt import StreamConfig, follow
 from torchrec_stream_ckpt.extras.follower.tables import FollowedTables
 from torchrec_stream_ckpt.find.tiers import open_tiers
-from torchrec_stream_ckpt.format import padding
 from torchrec_stream_ckpt.format.frame import Kind, parse_header
 from torchrec_stream_ckpt.inner import Control, open_store
-from torchrec_stream_ckpt.log import direct, publisher
+from torchrec_stream_ckpt.log import direct
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId
 
 pytestmark = pytest.mark.distributed
@@ -28,14 +31,9 @@ STEPS, MARKER = 6, "1:1"  # at step 3; another one at step 6
 
 
 def train(spec: Spec, settings: StreamConfig) -> tuple[str, Any]:
-    """(rank) Train small tables as if they were large: frames of all sizes are padded, as often as there is room."""
-    small = {"LEAST_BYTES": 512, "MOST_SHARE": 0.9}
-    with (
-        mock.patch.multiple(padding, **small),
-        mock.patch.multiple(publisher, **small),
-        mock.patch.object(direct, "LEAST_BYTES", 512),
-    ):
-        _, truths = jobs.train_with(spec, settings, STEPS, {})
+    """(rank) Train small tables as if they were large."""
+    pad_small_frames()
+    _, truths = jobs.train_with(spec, settings, STEPS, {})
     return "", truths
 
 
@@ -102,3 +100,33 @@ def test_padding_goes_through_a_relay(disk: Path) -> None:
     assert kinds(disk / "inner")[Kind.PAD] >= 8
     shutil.rmtree(disk / "inner")
     check(disk / "outer", truths, MARKER)
+
+
+@pytest.mark.parametrize(("kind", "optimizer"), [("ebc", "rowwise_adagrad"), ("ec", "adagrad")])
+def test_a_cell_of_the_matrix_is_exact(kind: str, optimizer: str, disk: Path) -> None:
+    """As in test_matrix.py: 4 ranks on two hosts, restored on 2 ranks, and that on 3."""
+    model, families = cell_model(kind, optimizer)
+    plans = plan(families, 4, 2, 0), plan(families, 2, 1, 1), plan(families, 3, 1, 2)
+    with closing(Pool()) as pool:
+        pool.run(4, pad_small_frames)
+        done = lap(pool, model, plans, disk / "log", log_writes="direct")
+    assert done.wrong == ()
+    assert kinds(disk / "log")[Kind.PAD]
+
+
+def in_memory(settings: StreamConfig) -> str:
+    """(rank) How the log is written after a marker."""
+    job = trainer(PLAN_2)
+    with jobs.attach(job, settings, paranoid=False) as checkpointer:
+        job.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+        return checkpointer.stats().log_writes
+
+
+def test_a_log_in_memory_is_written_through_the_page_cache_and_stats_say_so() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="direct-") as folder:
+        if direct.file_system(Path(folder)) != "tmpfs":
+            pytest.skip("/dev/shm is not a tmpfs")
+        settings = StreamConfig(uri=f"file://{folder}/log", log_writes="direct", store=f"file://{folder}/store")
+        assert ranks.run(2, in_memory, settings) == ["buffered (tmpfs has no disk)"] * 2

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from tests.faults.board import Row
@@ -43,6 +43,33 @@ def small_disk(folder: Path, num_bytes: int) -> Iterator[None]:
         subprocess.run(["umount", "-l", str(folder)], check=True, timeout=20)
 
 
+@contextlib.contextmanager
+def real_disk(folder: Path, num_bytes: int, sector: int = 512) -> Iterator[None]:
+    """A file system of the given size at ``folder`` that takes direct writes, on a device with sectors of this size."""
+    folder.mkdir(parents=True, exist_ok=True)
+    image = folder.with_name(f"{folder.name}.img")
+    with open(image, "wb") as file:
+        file.truncate(num_bytes)
+    with contextlib.ExitStack() as undo:
+        undo.callback(image.unlink)
+        device = _done("losetup", "--sector-size", str(sector), "--show", "--find", str(image))
+        undo.callback(_done, "losetup", "--detach", device)
+        _done("mkfs.ext4", "-q", "-F", "-m", "0", device)
+        _done("mount", device, str(folder))
+        undo.callback(_done, "umount", "-l", str(folder))
+        yield
+
+
+def _done(*command: str) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
+    except FileNotFoundError:
+        raise CannotMount(f"there is no {command[0]}") from None
+    if done.returncode:
+        raise CannotMount(f"{command[0]}: {(done.stderr.strip() or 'it failed').splitlines()[-1]}")
+    return done.stdout.strip()
+
+
 def fill(folder: Path, leave_bytes: int) -> Path:
     """Fill a file system up to the given rest."""
     ballast = folder / "ballast"
@@ -65,6 +92,13 @@ def log_full(form: Form) -> None:
     _full_for_a_while(form, row, subject, subject.directory / "log", "no space left in")
 
 
+def direct_log_full(form: Form) -> None:
+    """The same past the page cache: a write may end in the middle of a batch."""
+    row = form.board.row("disk of the file log full, direct writes")
+    subject = file_job(form, "direct-full", commit_timeout_s=5.0)
+    _full_for_a_while(form, row, subject, subject.directory / "log", "no space left in", real_disk)
+
+
 def store_full(form: Form) -> None:
     """The store's disk is full for a while: markers fail by name, and the next ones are committed again."""
     row = form.board.row("disk of the store full")
@@ -73,9 +107,16 @@ def store_full(form: Form) -> None:
     _full_for_a_while(form, row, subject, subject.directory / "store", "dense state was not saved")
 
 
-def _full_for_a_while(form: Form, row: Row, subject: Subject, folder: Path, said: str) -> None:
+def _full_for_a_while(
+    form: Form,
+    row: Row,
+    subject: Subject,
+    folder: Path,
+    said: str,
+    disk: Callable[[Path, int], contextlib.AbstractContextManager[None]] = small_disk,
+) -> None:
     try:
-        with small_disk(folder, 64 * 2**20):
+        with disk(folder, 64 * 2**20):
             with subject.living(row, team=TEAM) as incarnation:
                 for _ in range(3 if form.full else 1):
                     row.injected += 1
@@ -135,7 +176,22 @@ def errors_of_a_disk(form: Form) -> None:
         "EIO from write of the stream": "writev:error=EIO:when=2",
         "ENOSPC from write of the stream": "writev:error=ENOSPC:when=2..4",
     }
-    subject = file_job(form, "errors", commit_timeout_s=20.0)
+    _errors(form, "errors", cases)
+
+
+def errors_of_a_direct_disk(form: Form) -> None:
+    """The same for writes past the page cache."""
+    cases = {
+        "EIO from fdatasync after direct writes": "fdatasync:error=EIO:when=2",
+        "EIO from a direct write": "pwritev,pwritev2:error=EIO:when=2",
+        "ENOSPC from a direct write": "pwritev,pwritev2:error=ENOSPC:when=2..4",
+        "a refused direct write": "pwritev,pwritev2:error=EINVAL:when=2",
+    }
+    _errors(form, "direct-errors", cases)
+
+
+def _errors(form: Form, folder: str, cases: Mapping[str, str]) -> None:
+    subject = file_job(form, folder, commit_timeout_s=20.0)
     for name, injection in cases.items():
         row = form.board.row(f"{name}, files")
         if shutil.which("strace") is None:

@@ -20,6 +20,7 @@ import tests.model as model
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
+from tests.padded import pad_small_frames
 from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.save.coordinator import Coordinator
 from torchrec_stream_ckpt.util import failpoints
@@ -60,6 +61,8 @@ class Orders:
 def live(orders: Orders) -> None:
     """Restore the newest marker, say what came back, then train for as long as it lasts."""
     _grow(orders.scale)
+    if orders.settings.log_writes == "direct":
+        pad_small_frames()
     if orders.wild_clock:
         _loosen_clock(orders.run / f"clock-{dist.get_rank()}")
     cuts = _listen(orders.run)

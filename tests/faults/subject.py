@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -42,6 +42,8 @@ class Form:
     seed: int = 20
     bootstrap: str = ""
     """A broker that all may use and nobody may hurt."""
+    log_writes: Literal["buffered", "direct"] = "buffered"
+    """How logs in files are written."""
 
     def draw(self, salt: str) -> random.Random:
         return random.Random(f"{self.seed} {salt}")
@@ -230,7 +232,8 @@ class Subject:
 def file_job(form: Form, name: str, **settings: Any) -> Subject:
     """A job on a file log; a marker every third step."""
     directory = form.folder(name)
-    config = StreamConfig(uri=f"file://{directory / 'log'}", **{"marker_every": 3, "sweep_bytes": 3_000} | settings)
+    usual = {"marker_every": 3, "sweep_bytes": 3_000, "log_writes": form.log_writes}
+    config = StreamConfig(uri=f"file://{directory / 'log'}", **usual | settings)
     return Subject(config, directory)
 
 

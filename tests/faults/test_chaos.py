@@ -33,6 +33,14 @@ ON_FILES: list[Scenario] = [
     surgery.files_tampered_with,
     power.power_loss,
 ]
+DIRECT: list[Scenario] = [
+    kills.kills_on_files,
+    survivors.zombies_on_files,
+    disks.errors_of_a_direct_disk,
+    disks.direct_log_full,
+    disks.short_writes,
+]
+"""What writes a log, once more for one that is written past the page cache."""
 ON_KAFKA: list[Scenario] = [
     kills.kills_on_kafka,
     survivors.zombies_on_kafka,
@@ -92,6 +100,13 @@ def test_no_marker_is_lost_or_wrong(scenario: Scenario, tmp_path: Path) -> None:
     judge(form)
     if scenario is kills.kills_on_files:
         assert deaths(form) == len(kills.FILE_KILLS)
+
+
+@pytest.mark.parametrize("scenario", DIRECT, ids=lambda each: each.__name__)
+def test_no_marker_is_lost_or_wrong_past_the_page_cache(scenario: Scenario, disk: Path) -> None:
+    form = Form(disk, Board(), log_writes="direct")
+    scenario(form)
+    judge(form)
 
 
 @pytest.mark.kafka

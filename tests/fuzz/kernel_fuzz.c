@@ -106,6 +106,26 @@ static void rows(int path) {
     free(payload), free(expected), free(picked), free(ids), free(arrived), free(flags), free(sent), free(newest);
 }
 
+static void digests(int path) {
+    const int width = 1 << draw(3);
+    size_t num = draw(100), words = draw(150);
+    uint8_t *values = bytes(num * words * (size_t)width);
+    uint64_t *columns = (uint64_t *)bytes(8 * words), *keys = (uint64_t *)bytes(8 * num), *found = malloc(8 * num + 1);
+    expect(stream_ckpt_digest(values, width, num, words, columns, keys, found) == 0, "a width", path);
+    for (size_t row = 0; row < num; row++) {
+        uint64_t sum = 0;
+        for (size_t at = 0; at < words; at++) {
+            int64_t value = 0;
+            memcpy(&value, values + (row * words + at) * (size_t)width, (size_t)width); /* little endian */
+            if (value >> (8 * width - 1) & 1) value -= (int64_t)1 << (8 * width);
+            sum += (uint64_t)value * columns[at];
+        }
+        expect(found[row] == sum * keys[row], "a digest", path);
+    }
+    expect(stream_ckpt_digest(values, 3, num, words, columns, keys, found) == -1, "the answer to a bad width", path);
+    free(values), free(columns), free(keys), free(found);
+}
+
 int main(int count, char **given) {
     uint64_t first = count > 1 ? strtoull(given[1], NULL, 10) : 1;
     long calls = count > 2 ? atol(given[2]) : 1000;
@@ -119,6 +139,7 @@ int main(int count, char **given) {
             expect(stream_ckpt_crc(crc, data, length) == bitwise(crc, data, length), "a checksum", path);
             free(data);
             rows(path);
+            digests(path);
         }
         printf("path %d: %ld calls\n", path, calls);
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builders import JOB
-from tests.parts import FileLog, FrameRing
+from tests.padded import at_page, read, send
+from tests.parts import FileLog
 from tests.sampled import sampled
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, check_pad, parse_header, payload_of
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.padding import BLOCK, BUFFER_BYTES, LEAST_BYTES, MOST_SHARE, gap
-from torchrec_stream_ckpt.format.ring import Bytes
 from torchrec_stream_ckpt.log import direct, file_writer, publisher
-from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.util.types import LogSpan
+from torchrec_stream_ckpt.util.layout import partition_dir
 
 SIZES = (0, 64, 128, 4032, 4096, LEAST_BYTES, LEAST_BYTES + 3904, 500_032, 999_296, 999_872)
 
@@ -29,49 +28,6 @@ SIZES = (0, 64, 128, 4032, 4096, LEAST_BYTES, LEAST_BYTES + 3904, 500_032, 999_2
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(publisher, "_BACKOFF_S", (0.001, 0.01))
     monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 3_000_000)
-
-
-def at_page(size: int, shift: int = 0) -> Bytes:
-    memory = np.empty(size + 2 * BLOCK, np.uint8)
-    begin = -memory.ctypes.data % BLOCK + shift
-    return memory[begin : begin + size]
-
-
-def send(log: FileLog, history: list[tuple[Kind, int, int]], *, aligned: bool, shift: int = 0) -> Publisher:
-    """Send frames of (kind, payload length, filler) and a MARK to generation 1. Returns the closed publisher."""
-    ring = FrameRing(6_000_000, 0, lambda size: at_page(size, shift), padded=aligned)
-    stream = Publisher(lambda at: log.open_writer(1, 0, at), ring, aligned=aligned)
-    for kind, length, filler in [(Kind.HELLO, 64, 0), *history, (Kind.MARK, 64, 0)]:
-        buffer = ring.acquire(wait_s=60)
-        assert buffer is not None, stream.failure
-        buffer.array[HEADER_LEN : HEADER_LEN + length] = filler
-        buffer.header = Header(
-            kind, JOB, 1, payload_len=length, schema_crc=7, table=0 if kind is Kind.ROWS else 2**32 - 1
-        )
-        seq = stream.submit(buffer)
-    assert stream.wait_mark(seq, 60) is not None
-    assert stream.close(20)
-    return stream
-
-
-def read(log: FileLog, stream: Publisher) -> tuple[list[tuple[Kind, bytes]], int]:
-    """Return (kind, payload) of all frames but padding, and the bytes of padding. Checks chain, seq and totals."""
-    found, chain, padding = [], 0, 0
-    end = stream.flight.acked
-    for seq, (_, frame) in enumerate(log.read(LogSpan(1, 0, 0, end.end))):
-        header = parse_header(frame)
-        payload = payload_of(header, frame)
-        assert (header.seq, header.chain, header.schema_crc) == (seq, chain, 7)
-        chain = header.header_crc
-        if header.kind is Kind.PAD:
-            check_pad(header, payload)
-            padding += len(frame)
-        else:
-            found.append((header.kind, bytes(payload)))
-    assert (end.frames, end.chain, end.end) == (seq + 1, chain, stream.num_bytes)
-    assert found[-1][0] is Kind.MARK
-    assert found[0][0] is Kind.HELLO
-    return found, padding
 
 
 def histories() -> Iterator[list[tuple[Kind, int, int]]]:
@@ -108,8 +64,8 @@ def inside_a_block(calls: list[int]) -> Callable[..., int]:
     return pwritev
 
 
-def failing(number: int, calls: list[int]) -> Callable[..., int]:
-    """Fail every third call after half of its bytes, or refuse all of them."""
+def failing(number: int, calls: list[int], blocks: int = 9) -> Callable[..., int]:
+    """Fail every third call after some of its blocks, or refuse all of them."""
     real = os.pwritev
 
     def pwritev(fd: int, parts: list[Any], position: int) -> int:
@@ -117,7 +73,9 @@ def failing(number: int, calls: list[int]) -> Callable[..., int]:
         if number in direct.REFUSALS:
             raise OSError(number, os.strerror(number))
         if len(calls) % 3 == 1:
-            real(fd, [memoryview(parts[0])[: 9 * BLOCK]], position)
+            whole = at_page(sum(map(len, parts)))
+            whole[:] = np.frombuffer(b"".join(parts), np.uint8)
+            real(fd, [whole[: blocks * BLOCK]], position)
             raise OSError(number, os.strerror(number))
         return real(fd, parts, position)
 
@@ -129,6 +87,8 @@ FAULTS: dict[str, Callable[[list[int]], Callable[..., int]] | None] = {
     "short": short,
     "inside a block": inside_a_block,
     "full disk": lambda calls: failing(errno.ENOSPC, calls),
+    "full disk, after whole frames": lambda calls: failing(errno.ENOSPC, calls, blocks=400),
+    "error of the disk": lambda calls: failing(errno.EIO, calls),
     "refused": lambda calls: failing(errno.EINVAL, calls),
 }
 
@@ -194,8 +154,46 @@ def test_a_gap_of_64_bytes_takes_another_block() -> None:
     assert gap(BLOCK - 64) == BLOCK + 64
 
 
-def test_memory_file_systems_are_refused_by_name() -> None:
-    folder = Path("/dev/shm")
-    if not folder.is_dir() or direct.file_system(folder) != "tmpfs":
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A folder in memory. New kernels let a file there be opened with O_DIRECT."""
+    place = Path("/dev/shm")
+    if not place.is_dir() or direct.file_system(place) != "tmpfs":
         pytest.skip("there is no tmpfs")
-    assert direct.refusal(folder) == "tmpfs has no disk"
+    with tempfile.TemporaryDirectory(dir=place, prefix="direct-") as folder:
+        yield Path(folder)
+
+
+def test_memory_file_systems_are_refused_by_name(in_memory: Path) -> None:
+    assert direct.refusal(in_memory) == "tmpfs has no disk"
+    log = FileLog(in_memory, direct=True)
+    log.prepare(1)
+    assert not log.takes_blocks()
+    stream = send(log, [(Kind.ROWS, 900_032, 5)] * 3, aligned=False)
+    assert stream.writes == "buffered (tmpfs has no disk)"
+    assert read(log, stream)[1] == 0
+    said = [each.found for each in log.examine() if each.check == "log: direct writes"]
+    assert said == ["no: tmpfs has no disk; frames go through the page cache"]
+
+
+def test_a_disk_that_cannot_sync_acknowledges_nothing_and_all_is_sent_again(
+    disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """EIO from each third fdatasync: what it covered is written again, after the last frame that counts."""
+    synced: list[int] = []
+
+    def fdatasync(fd: int) -> None:
+        synced.append(fd)
+        if len(synced) % 3 == 1:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    log = FileLog(disk, direct=True)
+    log.prepare(1)
+    stream = send(log, [(Kind.ROWS, 999_872, filler) for filler in range(30)], aligned=True)
+    found, padding = read(log, stream)
+    assert [payload[0] for kind, payload in found if kind is Kind.ROWS] == list(range(30))
+    assert padding
+    assert stream.writes == "direct"
+    assert len(synced) > 3
+    assert len(list(partition_dir(disk, 0).iterdir())) > 1

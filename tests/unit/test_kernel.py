@@ -20,6 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.format import proof
 from torchrec_stream_ckpt.native import build, kernel
 from torchrec_stream_ckpt.native.kernel import PATHS, Column, Kernel
 
@@ -176,7 +177,67 @@ def test_rows_are_placed_as_by_numpy(
     assert (sent == newest).all()
 
 
+@given(
+    width=st.sampled_from((1, 2, 4)),
+    rows=st.integers(0, 90),
+    words=st.integers(0, 130),
+    offset=st.integers(0, 15),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_digests_of_rows_are_those_of_numpy(
+    native: Kernel, width: int, rows: int, words: int, offset: int, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    values = memory(rows * words * width, offset * width, seed).view(f"<i{width}").reshape(rows, words)
+    columns, keys = (draw.integers(-(2**63), 2**63 - 1, size) for size in (words, rows))
+    found = np.full(rows + 1, 7)
+    addresses = (each.ctypes.data for each in (columns, keys, found))
+    native.digest(values.ctypes.data, width, rows, words, *addresses)
+    expected = [
+        sum(int(value) * int(key) for value, key in zip(row, columns, strict=True)) * int(key) % 2**64
+        for row, key in zip(values, keys, strict=True)
+    ]
+    assert [int(each) % 2**64 for each in found[:-1]] == expected
+    assert found[-1] == 7
+
+
+@given(
+    width=st.sampled_from((1, 2, 4)),
+    rows=st.integers(1, 200),
+    words=st.integers(1, 130),
+    gap=st.sampled_from((0, 3)),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_digest_is_the_same_by_the_kernel_and_without(
+    native: Kernel, width: int, rows: int, words: int, gap: int, seed: int
+) -> None:
+    draw = np.random.default_rng(seed)
+    values = memory(rows * (words + gap) * width, 0, seed).view(f"<i{width}").reshape(rows, words + gap)[:, :words]
+    sizes = words, draw.choice((1, rows))
+    columns, keys = (draw.integers(-(2**63), 2**63 - 1, 2 * size)[::2] for size in sizes)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(kernel, "DIGESTS_FASTER", PATHS)
+        patched.setattr(proof, "kernel", lambda: native)
+        found = proof.digest_rows(values, columns, keys)
+        patched.setattr(proof, "kernel", lambda: None)
+        assert found.tolist() == proof.digest_rows(values, columns, keys).tolist()
+
+
 # Where it cannot run.
+
+
+def test_an_older_library_without_digests_is_used_for_all_else(compiler: str, tmp_path: Path) -> None:
+    source = build.SOURCE.read_text().replace("stream_ckpt_digest", "stream_ckpt_other")
+    (tmp_path / "kernel.c").write_text(source)
+    library = tmp_path / "libkernel.so"
+    subprocess.run([compiler, *build.FLAGS, "-o", library, tmp_path / "kernel.c"], check=True)
+    found, reason = kernel.load(library)
+    assert found is not None, reason
+    assert not found.digests
+    values, keys = np.arange(6000, dtype=np.int32).reshape(100, 60), np.arange(100)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(proof, "kernel", lambda: found)
+        assert proof.digest_rows(values, np.arange(60), keys)[1] == sum((60 + at) * at for at in range(60))
 
 
 def test_a_library_of_another_version_is_refused_by_name(

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.native.kernel import kernel
 from torchrec_stream_ckpt.util.mixing import GOLDEN, mixed
 
 BLOCK_ROWS = 64
@@ -35,6 +36,8 @@ Digests = npt.NDArray[np.uint64]
 Words = npt.NDArray[np.signedinteger[Any]]
 
 _PER_ROW = 1 << 63
+_LARGE = 1024
+"""Number of words from which on the native kernel is faster, including the call."""
 _ONE = np.uint64(1)
 
 
@@ -207,8 +210,17 @@ def digest_rows(words: Words, columns: Ints, rows: Ints) -> Ints:
     Args:
         words: Shape (n, k), from :func:`words_of`.
         columns: Keys of the columns, shape (k,).
-        rows: Keys of the rows, shape (n,).
+        rows: Keys of the rows, shape (n,), or one for all of them, shape (1,).
     """
+    native = kernel() if words.size >= _LARGE else None
+    if native is not None and native.digests and words.flags.c_contiguous and words.flags.aligned:
+        columns = np.ascontiguousarray(columns, np.int64)
+        rows = np.ascontiguousarray(np.broadcast_to(rows, len(words)), np.int64)
+        assert len(columns) == words.shape[1]
+        sums = np.empty(len(words), np.int64)
+        addresses = (each.ctypes.data for each in (columns, rows, sums))
+        native.digest(words.ctypes.data, words.itemsize, *words.shape, *addresses)
+        return sums
     found: Ints = np.einsum("ij,j->i", words.astype(np.int64), columns)
     found *= rows
     return found

@@ -29,6 +29,13 @@ REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of a file system that cannot write past the page cache. All others are those of any write."""
 
 
+def in_memory(folder: Path) -> str:
+    """Return the reason why a folder in memory is not written directly, which some kernels would accept. Empty if it
+    is on a disk."""
+    kind = file_system(folder)
+    return f"{kind} has no disk" if kind in _IN_MEMORY else ""
+
+
 def refusal(folder: Path) -> str:
     """Return why files in an existing folder cannot be written past the page cache. Empty if they can.
 
@@ -37,9 +44,9 @@ def refusal(folder: Path) -> str:
     Raises:
         OSError: no file can be written there in either way.
     """
+    if reason := in_memory(folder):
+        return reason
     kind = file_system(folder)
-    if kind in _IN_MEMORY:
-        return f"{kind} has no disk"
     path = folder / f".direct-{uuid.uuid4().hex}"
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT | os.O_CLOEXEC, 0o600)

@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.log.api import Ack
-from torchrec_stream_ckpt.log.direct import BUFFERED, DIRECT, REFUSALS, refused, runs, write_blocks
+from torchrec_stream_ckpt.log.direct import BUFFERED, DIRECT, REFUSALS, in_memory, refused, runs, write_blocks
 from torchrec_stream_ckpt.log.disk import explained, file_system, unavailable
 from torchrec_stream_ckpt.log.segments import segments
 from torchrec_stream_ckpt.log.worker import Worker
@@ -99,6 +99,9 @@ class FileWriter:
     def _open_direct(self, path: Path) -> None:
         if not self._direct:
             return
+        if reason := in_memory(self._folder):
+            self._write_buffered(reason)
+            return
         try:
             self._direct_fd = os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
@@ -110,6 +113,9 @@ class FileWriter:
         """Write through the page cache from here on. The log is the same; training gets less of the processor."""
         reason = refused(file_system(self._folder), error)
         log.warning("frames are written through the page cache, which takes more CPU time: %s", reason)
+        self._write_buffered(reason)
+
+    def _write_buffered(self, reason: str) -> None:
         self._direct, self.how = False, f"{BUFFERED} ({reason})"
         if self._direct_fd >= 0:
             os.close(self._direct_fd)

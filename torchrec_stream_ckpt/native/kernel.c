@@ -20,7 +20,8 @@
 #include <sys/auxv.h>
 #endif
 
-#define ABI 1 /* kernel.py has the same number. Change both with any change of a function or of a struct. */
+#define ABI 1 /* kernel.py has the same number. Change both with any change of a function or of a struct. A function that
+                 is added needs no new number: kernel.py does without it if an older library lacks it. */
 
 #define POLYNOMIAL 0x82F63B78u
 #define PIECE 8192 /* half of a small L1 cache: source and target are both in it */
@@ -164,6 +165,48 @@ __attribute__((target("+crc"))) static uint32_t update_armv8(uint32_t state, con
 
 #endif
 
+/* ---- digests of rows, for proofs: keys[i] * (sum over j of values[i][j] * columns[j]), modulo 2^64. Values are signed. */
+
+#define DIGEST(NAME, TYPE, HOW)                                                                                        \
+    HOW static void NAME(const TYPE *values, size_t rows, size_t words, const uint64_t *columns, const uint64_t *keys, \
+                         uint64_t *found) {                                                                            \
+        for (size_t row = 0; row < rows; row++, values += words) {                                                     \
+            uint64_t sum = 0;                                                                                          \
+            for (size_t at = 0; at < words; at++) sum += (uint64_t)(int64_t)values[at] * columns[at];                  \
+            found[row] = sum * keys[row];                                                                              \
+        }                                                                                                              \
+    }
+#define DIGESTS(HOW_NAMED, HOW)                                                                                        \
+    DIGEST(digest_1_##HOW_NAMED, int8_t, HOW)                                                                          \
+    DIGEST(digest_2_##HOW_NAMED, int16_t, HOW)                                                                         \
+    DIGEST(digest_4_##HOW_NAMED, int32_t, HOW)
+
+DIGESTS(plain, )
+#if defined(__x86_64__)
+DIGESTS(avx2, __attribute__((target("avx2"))))
+DIGESTS(avx512, __attribute__((target("avx512f,avx512dq,avx512vl,avx2"))))
+#endif
+
+static int digest_path = PATH_PLAIN;
+
+#define BY_PATH(PATH)                                                                                                  \
+    switch (width) {                                                                                                   \
+    case 1: digest_1_##PATH(values, rows, words, columns, keys, found); return 0;                                      \
+    case 2: digest_2_##PATH(values, rows, words, columns, keys, found); return 0;                                      \
+    case 4: digest_4_##PATH(values, rows, words, columns, keys, found); return 0;                                      \
+    default: return -1;                                                                                                \
+    }
+
+/* Digest rows of words of a width of 1, 2 or 4 bytes, which lie one after the other. Returns -1 for another width. */
+int stream_ckpt_digest(const void *values, int width, size_t rows, size_t words, const uint64_t *columns,
+                       const uint64_t *keys, uint64_t *found) {
+#if defined(__x86_64__)
+    if (digest_path == PATH_AVX512) BY_PATH(avx512)
+    if (digest_path == PATH_AVX2) BY_PATH(avx2)
+#endif
+    BY_PATH(plain)
+}
+
 /* ---- the choice */
 
 static update_fn update = update_plain;
@@ -213,6 +256,11 @@ int stream_ckpt_use(int path) {
     update_fn found = function_of(path);
     if (found == NULL) return -1;
     update = found;
+    digest_path = path;
+#if defined(__x86_64__)
+    if (path == PATH_AVX512 && !(__builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")))
+        digest_path = PATH_AVX2;
+#endif
     return 0;
 }
 

@@ -32,6 +32,9 @@ LARGE = 32 * 1024
 """Minimum size in bytes from which on a checksum by the kernel is faster, including the call."""
 FASTER_THAN_CRC32C = ("avx512",)
 """Paths that read memory faster than the library crc32c. On an EPYC (Zen 3), 64 MiB: crc32c 12.7 GB/s, avx2 12.4."""
+DIGESTS_FASTER = ("avx2", "avx512")
+"""Paths that digest rows faster than numpy. 20.5 MB of rows, cold, on a Xeon: numpy 5.4 ms, plain 9.6, avx2 3.8, avx512
+2.6."""
 _LENGTHS = (0, 1, 9, 64, 255, 256, 300, 511, 512, 600, 3071, 3072, 3100, 8000)
 
 
@@ -73,6 +76,32 @@ class Kernel:
             *(c_void_p, c_size_t, c_int64, c_int64, c_int64, POINTER(Column), c_size_t),
             *(POINTER(c_void_p), c_size_t, c_void_p, c_int, c_int64, c_int32),
         )
+
+        self._digest = getattr(library, "stream_ckpt_digest", None)
+        if self._digest is not None:
+            self._digest.restype = c_int
+            self._digest.argtypes = (c_void_p, c_int, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)
+
+    @property
+    def digests(self) -> bool:
+        """True if :meth:`digest` is there and faster than numpy. An older library may lack it."""
+        return self._digest is not None and self.path in DIGESTS_FASTER
+
+    def digest(self, values: int, width: int, rows: int, words: int, columns: int, keys: int, found: int) -> None:
+        """Write the digest of each row: the sum of its words, each times the key of its column, times the row's key.
+
+        Args:
+            values: Address of ``rows`` times ``words`` signed words, one after the other, at a multiple of ``width``.
+            width: Bytes of a word: 1, 2 or 4.
+            rows: Number of rows.
+            words: Words of a row.
+            columns: Address of the keys of the columns, int64.
+            keys: Address of the keys of the rows, int64.
+            found: Address of ``rows`` int64.
+        """
+        assert self._digest is not None
+        done = self._digest(values, width, rows, words, columns, keys, found)
+        assert done == 0, width
 
     def crc(self, address: int, num_bytes: int, crc: int = 0) -> int:
         """Return the CRC32C of memory, after bytes with the checksum ``crc``."""
