@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cases, costs, goals, growth, papers, proof, quoted, scale, scaleout, store, thesis
+from . import cases, costs, freshness, goals, growth, papers, proof, quoted, scale, scaleout, store, thesis
 from .results import Table
 
 TABLES: dict[str, Callable[..., Table]] = {
@@ -28,6 +28,8 @@ TABLES: dict[str, Callable[..., Table]] = {
     "incrcp-front": papers.incrcp_front,
     "first-loads": store.first_loads,
     "four": costs.four,
+    "freshness": freshness.quantiles,
+    "freshness-paired": freshness.paired,
     "goals": goals.table,
     "growth": growth.exponents,
     "growth-memory": growth.memory,

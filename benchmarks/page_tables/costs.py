@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from .freshness import worst_log
 from .goals import wanted
 from .results import VERDICT, Point, Result, Table, code, is_filed, newest, ranged, three
 from .thesis import thesis
@@ -186,6 +187,7 @@ def four(page: Path) -> Table:
         *_restored(newest("restore").point("log, on 1")),
         *_small_tables(),
         ["stored for any of 150 markers, by default", f"{stored[1]:.2f} times naive increments"],
+        worst_log(page),
     ]
     return [[f"medians, {step.said(page)}", ""], *found]
 
