@@ -26,7 +26,7 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup try demo demo-kafka demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
+.PHONY: help setup try demo demo-kafka demo-bucket demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
   lint docs deploy-check wheels bench bench-quick bench-age bench-pages proof lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
@@ -48,6 +48,9 @@ try: $(STAMP) ## A guided tour in the terminal: train, kill, restore, branch, di
 
 demo-kafka: kafka-tools ## The same over a Kafka broker that it starts and stops
 	@$(PY) recipes/demo.py --kafka $(DEMO_ARGS)
+
+demo-bucket: test-tools ## The same over a bucket alone: of a server that it starts, or BUCKET=s3://NAME/PREFIX
+	@$(PY) -m tests.s3.demo $(BUCKET) $(DEMO_ARGS)
 
 demo-evolve: $(STAMP) ## Train, change the model, go on, prove what was kept bit for bit (DEMO_ARGS=...)
 	@$(PY) recipes/evolve.py $(DEMO_ARGS)
@@ -96,9 +99,9 @@ test-matrix: test-tools compiled $(OLD_STAMP) ## Run all tests under both locked
 test-tnt: $(TNT_STAMP) ## Run the callback of TorchTNT with the released torchtnt (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(TNT_VENV)/bin/python -m pytest tests/distributed/test_tnt.py tests/distributed/test_tnt_pipeline.py $(PYTEST_ARGS)
 
-test-clouds: $(CLOUDS_STAMP) ## Run stores on Google's and Azure's protocols, over servers that it installs (PYTEST_ARGS=...)
+test-clouds: $(CLOUDS_STAMP) ## Run stores and logs on Google's and Azure's protocols, over servers that it installs (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(CLOUDS_VENV)/bin/python -m pytest -m 'not gpu' -k 'gs or abfs' tests/clouds \
-	  tests/contract/test_store_contract.py tests/distributed/test_cloud_store.py $(PYTEST_ARGS)
+	  tests/contract tests/distributed/test_cloud_store.py $(PYTEST_ARGS)
 
 # Ray is no part of the lock: the tests of one engine alone need it.
 test-ray: $(STAMP) ## Run the tests of the Ray engine, on a cluster of two nodes that they start on loopback (PYTEST_ARGS=...)

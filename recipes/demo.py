@@ -1,6 +1,6 @@
 """Train DLRM, kill it, restore it elsewhere, and prove that nothing was lost.
 
-    python recipes/demo.py [--kafka]
+    python recipes/demo.py [--kafka | --bucket s3://BUCKET/PREFIX]
 
 Act 1 trains on 2 ranks and streams. At a random moment all ranks are killed with SIGKILL. Act 2 restores the newest
 committed marker on 3 ranks under another sharding plan, and continues training.
@@ -257,12 +257,14 @@ def show_proof(folder: Path) -> bool:
     return is_good
 
 
-def run_demo(folder: Path, use_kafka: bool) -> bool:
+def run_demo(folder: Path, bucket: str | None, use_kafka: bool) -> bool:
     folder.mkdir(parents=True)
     for act, plan in ((1, plan_of_act_1()), (2, plan_of_act_2())):
         (folder / f"plan-{act}.json").write_text(json.dumps(plan, indent=1) + "\n")
     with contextlib.ExitStack() as stack:
         where = ["--stream_ckpt", f"file://{folder / 'log'}"]
+        if bucket is not None:
+            where = ["--stream_ckpt", bucket]
         if use_kafka:
             where = ["--stream_ckpt", stack.enter_context(broker(folder)), "--store", f"file://{folder / 'store'}"]
         act_1(folder, [*JOB_FLAGS, *where])
@@ -291,6 +293,7 @@ def main() -> int:
 
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kafka", action="store_true", help="stream over a Kafka broker that the demo starts")
+    parser.add_argument("--bucket", metavar="URI", help="stream into an empty prefix of a bucket, and nowhere else")
     parser.add_argument("--dir", type=Path, default=Path("demo-run"), help="working folder (default: %(default)s)")
     parser.add_argument("--keep", action="store_true", help="keep the working folder; it is kept anyway on failure")
     parser.add_argument("--act", type=int, help=argparse.SUPPRESS)
@@ -307,7 +310,7 @@ def main() -> int:
         shutil.rmtree(folder)
     started = time.monotonic()
     try:
-        is_good = run_demo(folder, args.kafka)
+        is_good = run_demo(folder, args.bucket, args.kafka)
     except (DemoError, StreamCkptError) as error:
         say(f"[red]failed[/]: {error} (see {folder})")
         return 1

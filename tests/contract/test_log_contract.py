@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
+from tests.clouds.servers import CLOUDS, CloudServer
 from tests.parts import open_log
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of, seal
-from torchrec_stream_ckpt.inner import Log
+from torchrec_stream_ckpt.inner import Log, open_store
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.api import Ack, DataWriter, Freed, TrimRange
 from torchrec_stream_ckpt.log.bucket import writer as bucket_writer
@@ -41,7 +42,7 @@ class Backend:
         return open_log(self.uri, self.options)
 
 
-@pytest.fixture(params=["file", pytest.param("kafka", marks=pytest.mark.kafka), "bucket"])
+@pytest.fixture(params=["file", pytest.param("kafka", marks=pytest.mark.kafka), "bucket", *CLOUDS])
 def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
     if request.param == "file":
         folder = tmp_path / "log"
@@ -50,8 +51,19 @@ def backend(request: pytest.FixtureRequest, tmp_path: Path) -> Backend:
         server, prefix = request.getfixturevalue("s3_server"), uuid.uuid4().hex
         folder = server.objects / server.bucket / prefix
         return Backend("bucket", f"s3://{server.bucket}/{prefix}", lambda: shutil.rmtree(folder), server.options())
+    if request.param in CLOUDS:
+        cloud: CloudServer = request.getfixturevalue(f"{request.param}_server")
+        url, options = cloud.url(f"{uuid.uuid4().hex}/log"), cloud.options()
+        return Backend("bucket", url, lambda: _delete_objects(url, options), options)
     bootstrap, job = request.getfixturevalue("bootstrap"), f"job-{uuid.uuid4().hex}"
     return Backend("kafka", f"kafka://{bootstrap}/{job}", lambda: _delete_topics(bootstrap, job))
+
+
+def _delete_objects(url: str, options: Mapping[str, Any]) -> None:
+    objects = open_store(url, options)
+    for entry in list(objects.list("")):
+        objects.delete(entry.name)
+    objects.close()
 
 
 def _delete_topics(bootstrap: str, job: str) -> None:

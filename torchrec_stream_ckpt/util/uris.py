@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import ConfigError
 _MAX_PORT = 65_535
 _BROKER = re.compile(r"(?:[^\s:/@]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
-_BUCKETS = ("s3", "gs", "az")
+_BUCKETS = ("s3", "gs", "az", "abfs")
 _URI_HINT = "use file://DIR for a directory, s3://BUCKET/PREFIX for a bucket, or kafka://BROKERS/JOB for Kafka"
 _LOGIN_HINT = "write kafka://HOST:PORT/JOB, and put a login into the client options"
 _STORE_HINT = "use file://DIR or s3://BUCKET/PREFIX"
@@ -57,7 +57,7 @@ class KafkaUri:
 @dataclass(frozen=True, slots=True)
 class BucketUri:
     scheme: str
-    """``s3``, ``gs`` or ``az``."""
+    """``s3``, ``gs``, ``az`` or ``abfs``."""
     place: str
     """Bucket and prefix, without a slash at the end."""
 

@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, payload_of
 from torchrec_stream_ckpt.log.bucket.objects import delete_all, of_log, read_if_there
+from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.util.failpoints import failpoint
 
@@ -60,6 +61,7 @@ class ControlObjects:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._lock = threading.Lock()
+        self._worker = Worker("stream-ckpt-control")
         self._known: dict[int, bytes] = {}
         """Newest records that this object has read or written. A record never changes."""
         self._end = 0
@@ -126,31 +128,32 @@ class ControlObjects:
             for number, record in self._in_blocks(start):
                 yield number, self._checked(number, record, garbage=garbage)
                 number += 1
+            at_rest = self._worker.submit(self._has_previous, start) if number == start else None
             while (found := self._read(number)) is not None:
                 self._note(number, found)
                 yield number, self._checked(number, found, garbage=garbage)
                 number += 1
-            self._check_end(start, number)
-
-    def _check_end(self, start: int, end: int) -> None:
-        """Check that the records end before ``end`` because no more were written."""
-        if end > start:
             with self._lock:
-                self._end = max(self._end, end)
-            return
-        if not start or self._objects.size(record_name(start - 1)) is not None:
-            return
+                self._end = max(self._end, number)
+            if number == start and at_rest is not None and not at_rest.result():
+                self._check_begin(start)
+
+    def _has_previous(self, number: int) -> bool:
+        """(beside the read of ``number``) Return whether the record before exists. True for the first record."""
+        return not number or self._objects.size(record_name(number - 1)) is not None
+
+    def _check_begin(self, start: int) -> None:
+        """Check that the record before ``start`` was deleted because a snapshot replaces it."""
         base = self.base()
         if base > start:
             raise PrunedError(f"the control records begin at {base}, not at {start}", store=self._objects.url)
-        if base == start:
-            return
-        raise LogUnavailableError(
-            f"control record {start - 1}, which was read before, is missing",
-            hint="restore it from a copy, or start a new job: it was deleted while the job ran",
-            store=self._objects.url,
-            name=record_name(start - 1),
-        )
+        if base < start:
+            raise LogUnavailableError(
+                f"control record {start - 1}, which was read before, is missing",
+                hint="restore it from a copy, or start a new job: it was deleted while the job ran",
+                store=self._objects.url,
+                name=record_name(start - 1),
+            )
 
     def _in_blocks(self, start: int) -> Iterator[tuple[int, bytes]]:
         """Yield records that are in memory, in packs, or in listed blocks, in order and without a gap."""
@@ -260,3 +263,6 @@ class ControlObjects:
             for old in bases:
                 if old < base:
                     self._objects.delete(f"{BASE_DIR}/{old:020d}")
+
+    def close(self) -> None:
+        self._worker.close()

@@ -288,4 +288,5 @@ class BucketLog:
         self._control.prune(base)
 
     def close(self) -> None:
+        self._control.close()
         self._objects.close()
