@@ -137,7 +137,14 @@ def test_a_broker_takes_what_a_raw_producer_sends_and_what_we_do(tmp_path: Path)
     assert set(measured(run("stream/run.py", "--quick --log kafka", tmp_path))) == {
         "kafka",
         "kafka, speed",
+        "kafka, CPU",
     }
+
+
+def test_a_reader_behind_a_log_is_timed(tmp_path: Path) -> None:
+    found = measured(run("stream/behind.py", "--quick", tmp_path))
+    assert set(found) == {"until read", "until sent", "CPU, writer", "CPU, reader", "CPU, both"}
+    assert len(found["until sent"]) == 4
 
 
 @pytest.mark.kafka
@@ -268,5 +275,6 @@ def test_every_benchmark_has_a_smoke_test() -> None:
     tests = "".join(path.read_text() for path in [*Path(__file__).parent.glob("*.py"), *others])
     named = {script for script in scripts if f'"{script}"' in tests or script.removesuffix("/run.py") in CASES}
     named |= {script for script in scripts if " / ".join(f'"{part}"' for part in script.split("/")) in tests}
-    named |= {"quotations.py"}  # which tests/unit/test_quotations.py imports
+    named |= {"quotations.py", "whole.py"}  # which tests/unit/test_quotations.py and test_whole.py import
+    named |= {f"proof/{part}.py" for part in ("costs", "draw", "ettr")}  # which proof/page.py runs, in test_proof.py
     assert scripts - named == set()
