@@ -25,7 +25,10 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, seal
 from torchrec_stream_ckpt.inner import Control, Log
+from torchrec_stream_ckpt.log.api import TrimRange
 from torchrec_stream_ckpt.log.bucket import control_objects, writer
+from torchrec_stream_ckpt.log.bucket import log as bucket_log
+from torchrec_stream_ckpt.log.bucket.objects import delete_all
 from torchrec_stream_ckpt.util.types import LogSpan
 from torchrec_stream_ckpt.util.uris import parse_uri
 
@@ -286,6 +289,29 @@ def test_leftovers_beyond_a_gap_are_passed_over(place: Place, log: Log) -> None:
     more = write(log, [frame(3)], resume_at=acks[-1].end)
     assert seqs(log, LogSpan(1, 0, 0, more[-1].end)) == [0, 1, 2, 3]
     assert log.ends(1, [0]) == {0: more[-1].end}
+
+
+def test_a_trim_leaves_no_leftover_at_the_front(place: Place, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reaches beyond the cut, into an object that is kept: taken for the first one, it would lead nowhere."""
+    monkeypatch.setattr(writer, "OBJECT_BYTES", 1)
+    acks = write(log, [frame(seq, b"x" * 640) for seq in range(6)])
+    folder = place.folder / "data/g00000001/p00000"
+    stray = folder / f"{acks[1].offset + 64:020d}"
+    stray.write_bytes(bytes(frame(9, b"x" * 1280)))
+    chosen = TrimRange((LogSpan(1, 0, 0, acks[1].end),), (), frozenset())
+    kill = place.open()
+    with monkeypatch.context() as patch:
+        patch.setattr(bucket_log, "delete_all", lambda objects, names: delete_all(objects, names[:1]))
+        kill.trim(chosen)
+    for other in (kill, place.open()):
+        assert other.ends(1, [0]) == {0: acks[-1].end}
+        other.trim(chosen)
+        other.close()
+    assert sorted(path.name for path in folder.iterdir()) == [f"{ack.offset:020d}" for ack in acks[2:]]
+    resumed = place.open()
+    more = write(resumed, [frame(6)], resume_at=acks[-1].end)
+    assert seqs(resumed, LogSpan(1, 0, acks[2].offset, more[-1].end)) == [2, 3, 4, 5, 6]
+    resumed.close()
 
 
 def test_another_program_in_a_stream_is_named(log: Log, place: Place) -> None:

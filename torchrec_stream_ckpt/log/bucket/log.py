@@ -250,16 +250,15 @@ class BucketLog:
     def _before(self, generation: int, partition: int, end: int) -> list[tuple[str, int]]:
         """Return the objects of a live generation that end at or before ``end``, without the last one of its stream.
 
-        Leftovers between them are included.
+        Leftovers that begin before the rest of the stream are included, and come first: the first object that is left
+        must be one of the stream, wherever a kill ends the deletion.
         """
         sizes = sizes_of(self._objects, generation, partition)
         walked = list(walk(self._objects, (generation, partition), min(sizes), sizes)) if sizes else []
         reach = max((piece.begin for piece in walked[1:] if piece.begin <= end), default=0)
-        return [
-            (object_name(generation, partition, begin), size)
-            for begin, size in sizes.items()
-            if begin < reach and begin + size <= end
-        ]
+        own = {piece.begin for piece in walked}
+        doomed = sorted((begin for begin in sizes if begin < reach), key=lambda begin: (begin in own, begin))
+        return [(object_name(generation, partition, begin), sizes[begin]) for begin in doomed]
 
     def expect_append(self) -> None:
         """Do nothing: there is nothing to prepare."""
