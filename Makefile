@@ -26,7 +26,7 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup try demo demo-kafka demo-bucket demo-evolve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
+.PHONY: help setup try demo demo-kafka demo-bucket demo-evolve demo-serve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
   lint docs deploy-check wheels bench bench-quick bench-age bench-pages proof lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
@@ -54,6 +54,9 @@ demo-bucket: test-tools ## The same over a bucket alone: of a server that it sta
 
 demo-evolve: $(STAMP) ## Train, change the model, go on, prove what was kept bit for bit (DEMO_ARGS=...)
 	@$(PY) recipes/evolve.py $(DEMO_ARGS)
+
+demo-serve: $(STAMP) ## Train, serve quantized in another process, kill the trainer, prove every answer (DEMO_ARGS=...)
+	@$(PY) recipes/online_serve.py $(DEMO_ARGS)
 
 # One thread a process: ranks that share few cores otherwise wait for each other's spinning threads.
 test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=3 PYTEST_ARGS="tests/unit -x")
@@ -169,7 +172,7 @@ lock: $(STAMP) ## Resolve the locks of requirements/ anew (UPGRADE=1 takes newer
 	@bash scripts/lock.sh $(if $(UPGRADE),--upgrade)
 
 clean: ## Remove caches, build products and the demo's folder; .venv* stay
-	rm -rf build dist demo-run evolve-run tour-run incidents-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist demo-run evolve-run serve-run tour-run incidents-run *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
 
 kafka-tools: $(STAMP)

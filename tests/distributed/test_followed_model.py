@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from torch import nn
 from tests import ranks, zoo
 from tests.followers import wait_for
 from tests.served import bits, quantize_parts
+from tests.unit.recipe_helper import load_recipe
 from tests.zoo_models import Model, Net, Part, Place, Plan, Table
 from torchrec_stream_ckpt import FollowedModel, StreamConfig, follow
 from torchrec_stream_ckpt.errors import SchemaMismatchError
@@ -182,3 +184,26 @@ def test_a_part_of_the_model_and_another_model(tmp_path: Path) -> None:
         pytest.raises(SchemaMismatchError, match=r"(?s)neither rows nor dense state.*entry=bias"),
     ):
         model.advance()
+
+
+def test_the_recipe_proves_its_answers_over_a_kill_on_other_ranks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe("online_serve")
+    flags = ["--dir", str(tmp_path / "run"), "--width", "int4", "--markers", "2", "--bound_s", "300"]
+    assert recipe.main(flags) == 0
+    said = capsys.readouterr().out
+    assert "serving marker 1:" in said
+    assert "serving marker 2:" in said
+    assert re.search(r"\d+ answers of \d+ markers: 0 differ from their marker, quantized from scratch", said)
+    assert "proved: no answer was mixed, and none was too old" in said
+
+
+def test_the_recipe_names_answers_that_are_mixed_or_old(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load_recipe("online_serve")
+    first, second = recipe.Answer("1:1", 0, 20.0, b"a"), recipe.Answer("1:2", 0, 21.0, b"b")
+    times = {"1:1": 10.0, "1:2": 18.5, "1:3": 20.5}
+    assert recipe.are_fresh(times, [first, second], 1.5)
+    assert not recipe.are_fresh(times, [first, second], 1.0)
+    assert "came 1.50 s after the commit of a newer marker" in capsys.readouterr().out
+    assert recipe.differing({("1:1", 0): b"a", ("1:2", 0): b"c"}, [first, second]) == 1
