@@ -94,6 +94,7 @@ WITH_TORCH = (
     "extras/interchange/dcp_entries.py",
     "extras/interchange/dcp_reader.py",
     "extras/interchange/dense_state.py",
+    "extras/interchange/id_map.py",
     "extras/interchange/importing.py",
     "extras/interchange/torch_checkpoint.py",
     "extras/interchange/torch_file.py",

@@ -18,9 +18,10 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
 )
 from torchrec_stream_ckpt.extras.follower.core import Follower
-from torchrec_stream_ckpt.extras.follower.replica import INTERRUPTED, Replica
+from torchrec_stream_ckpt.extras.follower.replica import INTERRUPTED, Comparisons, Replica
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
+from torchrec_stream_ckpt.extras.interchange.id_map import RawIdMap, read_id_maps
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
@@ -74,6 +75,13 @@ class FollowedTables(Replica):
         accept_unproved: Serve rows even if they differ from their marker's proof. They are named and counted.
         slices: Apply updates in slices of 256 KiB, so that a reader waits for one slice and not for an update. While
             an update is applied, readers see rows of two markers (``Served.mixed``).
+        input_hash_sizes: Tables with managed collision that :meth:`lookup` answers for, by ``TableSpec.name``, and
+            ``input_hash_size`` of their modules: it decides which row an unknown raw id has, and is not in a marker.
+            Their id maps are read from the dense state of each marker. Requires ``markers`` mode, whole tables, and
+            no slices.
+
+    Raises:
+        ConfigError: the options contradict each other.
     """
 
     def __init__(
@@ -85,11 +93,25 @@ class FollowedTables(Replica):
         device: torch.device | str = "cpu",
         accept_unproved: bool = False,
         slices: bool = False,
+        input_hash_sizes: Mapping[str, int] | None = None,
     ) -> None:
         number, count = shard
         if not 0 <= number < count:
             raise ConfigError(f"shard {number} of {count} does not exist", hint="count shards from 0")
+        if input_hash_sizes and (slices or count > 1 or follower.mode != "markers"):
+            raise ConfigError(
+                "raw ids are looked up in whole tables of one marker only",
+                hint="omit slices and shard, and follow with mode='markers'; or omit input_hash_sizes",
+            )
+        for name, size in (input_hash_sizes or {}).items():
+            if not 0 <= size < 2**63:
+                raise ConfigError(f"input_hash_size {size} is not within [0, 2**63)", table=name)
         super().__init__(follower, accept_unproved=accept_unproved)
+        self._input_hash_sizes = dict(input_hash_sizes or {})
+        self._maps: dict[str, RawIdMap] = {}
+        """Id maps of the applied marker."""
+        self._next_maps: dict[str, RawIdMap] = {}
+        """Id maps of the update that is being applied."""
         self._into = dict(into) if into is not None else None
         self._shard = shard
         self._device = torch.device(device)
@@ -122,6 +144,37 @@ class FollowedTables(Replica):
             commit = update.commit
             yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors, self._mixed)
 
+    def lookup(self, table: str, raw_ids: torch.Tensor) -> torch.Tensor:
+        """Return the weights that TorchRec looks up for raw ids, all of one marker.
+
+        Args:
+            table: One of ``input_hash_sizes``.
+            raw_ids: int64, shape (n,), as the module's ``input_hash_func`` returns them, if it has one. An id that the
+                marker does not know gets the last row of the shard that it is sent to, as in TorchRec.
+
+        Returns:
+            A copy, shape (n, dim), on the device of the table.
+
+        Raises:
+            ConfigError: the table is not one of ``input_hash_sizes``, or these are not such ids.
+            ReplicaNotReadyError: as :meth:`reading`.
+        """
+        if table not in self._input_hash_sizes:
+            raise ConfigError(
+                "the raw ids of this table are not followed",
+                hint="name it in input_hash_sizes; without managed collision, index reading().tables by row",
+                table=table,
+            )
+        if raw_ids.dtype != torch.int64 or raw_ids.dim() != 1:
+            raise ConfigError(
+                f"raw ids are {raw_ids.dtype} {tuple(raw_ids.shape)}", hint="give int64 of shape (n,)", table=table
+            )
+        wanted = raw_ids.cpu().numpy()
+        with self.reading() as served, torch.no_grad():
+            weights = served.tables[table]
+            rows = torch.from_numpy(self._maps[table].rows_of(wanted))
+            return weights.index_select(0, rows.to(weights.device))
+
     def dense(self) -> DenseTensors:
         """Return the dense state of the applied marker, without id maps of managed collision.
 
@@ -145,6 +198,24 @@ class FollowedTables(Replica):
 
     def _prepare(self, update: Update) -> None:
         self._others = self._others_for(update.schema)
+        if self._input_hash_sizes:
+            self._next_maps = self._maps_for(update)
+
+    def _maps_for(self, update: Update) -> dict[str, RawIdMap]:
+        """Read the id maps of a marker; raises as :func:`read_id_maps` and :meth:`Update.dense`."""
+        followed = {table.name for _, table in update.schema.live if self._follower.wants(table)}
+        unknown = sorted(self._input_hash_sizes.keys() - followed)
+        if unknown:
+            raise SchemaMismatchError(
+                f"input_hash_sizes names this table, but {', '.join(sorted(followed)) or 'no table'} is followed",
+                hint="name tables as TableSpec.name does",
+                table=unknown[0],
+            )
+        return read_id_maps(update.dense(), self._input_hash_sizes)
+
+    def _settle(self, update: Update, compared: Comparisons) -> None:
+        self._maps = self._next_maps
+        super()._settle(update, compared)
 
     def _apply(self, update: Update) -> None:
         if self._slices and self._others is None and self._newest is not None and not self._half:

@@ -1,0 +1,140 @@
+"""Lookups by raw id in the tables of a replica: at each marker what TorchRec looks up, and never of two markers."""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from tests import ranks
+from tests.collided import TABLES, attach, job
+from torchrec_stream_ckpt import FollowedTables, follow
+from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
+
+pytestmark = pytest.mark.distributed
+
+SIZES = {f"mc._embedding_module.{name}": size for name, *_, size in TABLES}
+ENDS = torch.tensor([-(2**63), -1, 2**63 - 2, 2**63 - 1])
+
+
+def _probes(size: int) -> torch.Tensor:
+    """All raw ids there can be, and the ends of int64."""
+    return torch.cat([torch.arange(size), ENDS])
+
+
+def _answers(each: Any, rank: int, world: int) -> dict[str, torch.Tensor]:
+    """By table: the live row of each probe, as the modules of TorchRec answer on the rank that it is sent to."""
+    state, found = each.truth(), {}
+    for name, *_, size in TABLES:
+        module, probes = each.maps()[name], _probes(size)
+        lengths, *_, places = torch.ops.fbgemm.block_bucketize_sparse_features(
+            torch.tensor([len(probes)]),
+            probes,
+            bucketize_pos=False,
+            sequence=True,
+            block_sizes=torch.tensor([-(-module.input_size() // module.buckets())]),
+            total_num_blocks=torch.tensor([[module.buckets()]]),
+            my_size=world,
+        )
+        mine = torch.repeat_interleave(torch.arange(world), lengths.long())[places.long()] == rank
+        looked = module.remap({name: JaggedTensor(values=probes[mine], lengths=torch.tensor([int(mine.sum())]))})
+        rows = torch.zeros(len(probes), dtype=torch.int64)
+        rows[mine] = looked[name].values()
+        dist.all_reduce(rows)
+        (weights,) = [value for key, value in state.items() if key.endswith(f".{name}.weight")]
+        found[f"mc._embedding_module.{name}"] = weights[rows]
+    return found
+
+
+def _digest(answer: torch.Tensor) -> str:
+    return hashlib.sha256(answer.numpy().tobytes()).hexdigest()
+
+
+def _hammer(tables: FollowedTables, ended: threading.Event) -> set[str]:
+    """Look all raw ids of the first table up, over and over. Returns the digests of the answers."""
+    name, seen = next(iter(SIZES)), set()
+    while not ended.wait(0.01):
+        seen.add(_digest(tables.lookup(name, _probes(SIZES[name]))))
+    return seen
+
+
+def _train_and_follow(uri: str, begin: int, steps: int) -> int:
+    """Train with a marker at each step; on rank 0 a replica follows, while a thread looks up. Returns the evictions."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    each = job()
+    tables = FollowedTables(follow(uri), input_hash_sizes=SIZES) if rank == 0 else None
+    answers: set[str] = set()
+    ended, lost = threading.Event(), 0
+    pool, reader = ThreadPoolExecutor(1), None
+    try:
+        with attach(each, uri, marker_every=None) as checkpointer:
+            if begin:
+                assert checkpointer.restore() is not None
+            for _ in range(steps):
+                before = set(each.maps()["one"]._mch_sorted_raw_ids.tolist())
+                each.step()
+                checkpointer.step()
+                lost += len(before - set(each.maps()["one"]._mch_sorted_raw_ids.tolist()) - {2**63 - 1})
+                expected = _answers(each, rank, world)
+                checkpointer.mark().result(60)
+                answers.add(_digest(next(iter(expected.values()))))
+                if tables is not None:
+                    tables.advance()
+                    for name, size in SIZES.items():
+                        assert torch.equal(tables.lookup(name, _probes(size)), expected[name]), (each.step_number, name)
+                    reader = reader or pool.submit(_hammer, tables, ended)
+    finally:
+        ended.set()
+    if tables is not None:
+        assert reader is not None
+        seen = reader.result(60)
+        assert len(answers) == steps
+        assert len(seen) > 1
+        assert seen <= answers
+        tables.close()
+    return lost
+
+
+def test_every_marker_answers_for_raw_ids_as_the_trainer_over_fewer_ranks(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}"
+    assert sum(ranks.run(2, _train_and_follow, uri, 0, 7)) > 0
+    assert sum(ranks.run(1, _train_and_follow, uri, 7, 6)) > 0
+
+
+def _refused(uri: str) -> None:
+    each = job()
+    with attach(each, uri, marker_every=None) as checkpointer:
+        each.step()
+        checkpointer.step()
+        checkpointer.mark().result(60)
+    one = next(iter(SIZES))
+    with FollowedTables(follow(uri), input_hash_sizes=SIZES) as tables:
+        with pytest.raises(ReplicaNotReadyError):
+            tables.lookup(one, ENDS)
+        tables.advance()
+        with pytest.raises(ConfigError, match="raw ids of this table are not followed"):
+            tables.lookup("other", ENDS)
+        with pytest.raises(ConfigError, match=r"raw ids are torch.int32 \(4,\)"):
+            tables.lookup(one, ENDS.int())
+        assert tables.lookup(one, ENDS[:0]).shape == (0, 8)
+    with (
+        FollowedTables(follow(uri), input_hash_sizes={"other": 5}) as tables,
+        pytest.raises(SchemaMismatchError, match="input_hash_sizes names this table"),
+    ):
+        tables.advance()
+    for more in ({"slices": True}, {"shard": (0, 2)}):
+        with follow(uri) as follower, pytest.raises(ConfigError, match="whole tables of one marker only"):
+            FollowedTables(follower, input_hash_sizes=SIZES, **more)
+    with follow(uri, mode="rows") as follower, pytest.raises(ConfigError, match="whole tables of one marker only"):
+        FollowedTables(follower, input_hash_sizes=SIZES)
+
+
+def test_what_cannot_be_answered_exactly_is_refused(tmp_path: Path) -> None:
+    ranks.run(1, _refused, f"file://{tmp_path}")
