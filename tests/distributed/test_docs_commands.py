@@ -51,12 +51,15 @@ NOT_RUN = {
     r"recipes/online_follow\.py|small --stream_ckpt file://ckpt &$": "tests/distributed/test_follow.py",
     r"recipes/(train_deepfm|resume_resharded)\.py": "tests/distributed/test_recipes.py, on less data",
     r"file://clicks-(ckpt|new)": "tests/distributed/test_evolve_guides.py, on less data",
+    r"--redis redis://HOST": "tests/sinks/test_redis_sink.py, on a server that it starts",
+    r"--follower HOST:PORT": "tests/unit/test_watch_followers.py, with followers that serve metrics",
+    r"s3://BUCKET/PREFIX": "tests/s3/test_bucket_job.py, on a server that it starts",
     r"recipes/quickstart\.py": "tests/distributed/test_quickstart.py",
 }
 """Commands that this file does not run, each with what does."""
 SMALLER = shlex.split("--num_embeddings 300 --batch_size 16 --limit_train_batches 40 --marker_every 5")
 """What is added to a training command: of flags that are given twice the last one counts."""
-ON_A_JOB = ("README", "quickstart", "inspect", "store", "operations", "observability", "sizing", "follow")
+ON_A_JOB = ("README", "quickstart", "inspect", "store", "operations", "observability", "sizing", "follow", "proof")
 """Pages whose commands look at a job that is there."""
 
 

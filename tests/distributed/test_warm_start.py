@@ -241,7 +241,7 @@ def test_wrong_sources_are_refused_on_all_ranks_and_nothing_is_written(
         (f"file://{tmp_path}/damaged@1:2", "CorruptionError"),
         (f"file://{tmp_path}/lost", "stream-ckpt recover"),
         (Source(f"file://{trained[0]}", store=f"file://{tmp_path}/none"), "dense state is missing"),
-        ("s3://bucket/log", "ConfigError: 's3://bucket/log' is not a known kind of log"),
+        ("ftp://host/log", "ConfigError: 'ftp://host/log' is not a known kind of log"),
     ):
         said = warm.run(2, refused, config(log), source)
         assert all(message in each for each in said), (source, said)
