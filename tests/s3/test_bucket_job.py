@@ -1,4 +1,4 @@
-"""A whole job with nothing but a bucket: trained, killed, folded, trimmed, followed, and restored on other ranks."""
+"""A whole job with nothing but a bucket: trained, folded, trimmed, followed, and restored on other ranks."""
 
 from __future__ import annotations
 

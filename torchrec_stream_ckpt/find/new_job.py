@@ -38,6 +38,8 @@ def examine_new_job(job: Job) -> Iterator[Finding]:
     if here is not None:
         stored = job.store is None or check_store_url(job.store).folder == here
         yield from _try("log", open_store(str(nearest_folder(here))), stored=stored)
+    elif isinstance(uri, BucketUri) and job.store not in (None, str(uri)):
+        yield from _try("log", open_store(str(uri), job.store_options))
     yield from _store(job, here)
     yield from _untried(job)
 

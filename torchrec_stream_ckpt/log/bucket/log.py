@@ -65,9 +65,13 @@ class BucketLog:
             held = read_if_there(self._objects, IDENTITY_FILE)
             if held is None and identity is None:
                 self._check_new()
-            if held is None:
-                self._objects.create(IDENTITY_FILE, [(identity or uuid.uuid4().hex).encode()])
-            self._check_conditions()
+            is_new = held is None and self._objects.create(IDENTITY_FILE, [(identity or uuid.uuid4().hex).encode()])
+            try:
+                self._check_conditions()
+            except ConfigError:
+                if is_new:
+                    self._objects.delete(IDENTITY_FILE)  # nothing is left in a store that is refused
+                raise
             if self._partitions() < partitions:
                 self._objects.create(f"{_PARTITIONS_DIR}/{partitions:05d}", [b""])
         incarnation = self.incarnation()
@@ -232,6 +236,7 @@ class BucketLog:
         for span in range_.gone:
             key = (span.generation, span.partition)
             ends[key] = min(span.end, ends.get(key, span.end))
+        leftovers: list[tuple[str, int]] = []
         doomed: list[tuple[str, int]] = []
         with of_log("cannot trim the bucket log"):
             for generation in sorted(range_.dead):
@@ -239,26 +244,30 @@ class BucketLog:
                 doomed += sorted((entry.name, entry.num_bytes) for entry in entries)
             for (generation, partition), end in sorted(ends.items()):
                 if generation not in range_.dead:
-                    doomed += self._before(generation, partition, end)
+                    others, own = self._before(generation, partition, end)
+                    leftovers, doomed = leftovers + others, doomed + own
             if not dry_run:
-                delete_all(self._objects, [name for name, _ in doomed])
+                for some in (leftovers, doomed):
+                    delete_all(self._objects, [name for name, _ in some])
                 names = [f"{_GENERATIONS_DIR}/g{generation:08d}" for generation in sorted(range_.dead)]
                 delete_all(self._objects, names)
                 self._named -= range_.dead
-        return Freed("objects", len(doomed), sum(size for _, size in doomed))
+        sizes = [size for _, size in (*leftovers, *doomed)]
+        return Freed("objects", len(sizes), sum(sizes))
 
-    def _before(self, generation: int, partition: int, end: int) -> list[tuple[str, int]]:
-        """Return the objects of a live generation that end at or before ``end``, without the last one of its stream.
+    def _before(self, generation: int, partition: int, end: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
+        """Return leftovers and objects of a stream before the last object that begins by ``end``, with their lengths.
 
-        Leftovers that begin before the rest of the stream are included, and come first: the first object that is left
-        must be one of the stream, wherever a kill ends the deletion.
+        Leftovers have to be deleted first: the first object that is left must be one of the stream, wherever a kill
+        ends the deletion.
         """
         sizes = sizes_of(self._objects, generation, partition)
         walked = list(walk(self._objects, (generation, partition), min(sizes), sizes)) if sizes else []
         reach = max((piece.begin for piece in walked[1:] if piece.begin <= end), default=0)
         own = {piece.begin for piece in walked}
-        doomed = sorted((begin for begin in sizes if begin < reach), key=lambda begin: (begin in own, begin))
-        return [(object_name(generation, partition, begin), sizes[begin]) for begin in doomed]
+        named = [(begin, object_name(generation, partition, begin)) for begin in sizes if begin < reach]
+        others = [(name, sizes[begin]) for begin, name in named if begin not in own]
+        return others, [(name, sizes[begin]) for begin, name in named if begin in own]
 
     def expect_append(self) -> None:
         """Do nothing: there is nothing to prepare."""
