@@ -148,7 +148,7 @@ WRONG = [
     ([*TABLES, *RATE, "--steps-per-second", "0"], "--steps-per-second must be positive", ""),
     ([*TABLES, *RATE, "--optimizer", "quick"], "'quick' is not a known optimizer", "rowwise_adagrad"),
     ([*TABLES, *RATE, "--dtype", "float8"], "the dtype 'float8' is unknown", "float16"),
-    ([*TABLES, *RATE, "--log", "pulsar"], "--log must be kafka or file, got 'pulsar'", ""),
+    ([*TABLES, *RATE, "--log", "pulsar"], "--log must be kafka, file or bucket, got 'pulsar'", ""),
     ([*TABLES, *RATE, "--trim-every", "often"], "'often' is not a duration", "24h"),
     ([*TABLES, *RATE, "--then-every", "10"], "must be a time here", "1d"),
     ([*TABLES, *RATE, "--dense", "big"], "'big' is not a size", "800MB"),

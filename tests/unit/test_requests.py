@@ -8,13 +8,16 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
+from tests.contract.test_log_contract import acknowledged, control_record
 from tests.counting import CountingObjects
 from tests.jobs_on_paper import PaperJob, tables
 from tests.parts import GcRules, Materializer, Policy, Retention, Scrubber, app, collect, locate, open_dense
+from tests.s3.test_bucket_log import mark
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt.extras.sizing import requests as model
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
@@ -25,12 +28,16 @@ from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
 from torchrec_stream_ckpt.find import job as find_job
 from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
+from torchrec_stream_ckpt.log.bucket import log as bucket_log
+from torchrec_stream_ckpt.log.bucket.control_objects import BLOCK
+from torchrec_stream_ckpt.log.bucket.writer import LINGER_S, OBJECT_BYTES
 from torchrec_stream_ckpt.maintain import fold, summarizer
 from torchrec_stream_ckpt.maintain.gc import gc_delete
 from torchrec_stream_ckpt.maintain.scrub import scrub_reader
 from torchrec_stream_ckpt.store import ranges, reader
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import TableSpec
+from torchrec_stream_ckpt.util.uris import BucketUri
 
 Asked = Counter[tuple[str, str]]
 
@@ -284,3 +291,45 @@ def test_bases_come_as_the_rule_of_the_materializer_has_it() -> None:
     assert often.rest_bytes == pytest.approx(0.5 * job.table_bytes, rel=0.1)
     assert often.span_written == pytest.approx(4 * 40), "each row once in each size"
     assert fold_load(job, Deployment(rebase=100.0)).cycle == math.inf, "a span has no more than all rows"
+
+
+def test_a_bucket_log_asks_for_what_the_model_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one marker does: each rank sends a MARK, rank 0 looks, appends, and looks again."""
+    objects = CountingObjects(open_store(str(tmp_path / "bucket")))
+    monkeypatch.setattr(bucket_log, "open_store", lambda url, options: objects)
+    reads, read = [0], objects.read
+
+    def counted(*args: Any) -> memoryview:
+        reads[0] += 1  # those of names that do not exist, too
+        return read(*args)
+
+    monkeypatch.setattr(objects, "read", counted)
+    log = bucket_log.BucketLog(BucketUri("s3", "bucket/job"))
+    log.prepare(2)
+    writers = [log.open_writer(1, rank, 0) for rank in range(2)]
+    log.append_control(control_record(1))
+    reads[0] = 0
+    objects.taken()
+    for number in range(1, 4):
+        for writer in writers:
+            writer.send(mark(number))
+            acknowledged(writer, 1)
+        assert list(log.read_control(number)) == []
+        log.append_control(control_record(number + 1))
+        assert len(list(log.read_control(number))) == 1
+        asked = summed(objects.taken()) | {"get": reads[0]}
+        reads[0] = 0
+        assert asked == counts(model.log_requests(2, num_bytes=0, seconds=1.0))
+    for writer in writers:
+        writer.close()
+    log.close()
+
+
+def test_small_markers_of_a_bucket_log_cost_by_time_and_large_ones_by_bytes() -> None:
+    def puts(num_bytes: float, seconds: float) -> float:
+        return model.log_requests(4, num_bytes=num_bytes, seconds=seconds).put
+
+    assert puts(0, 1.0) == pytest.approx(4 + 1 + 1 / 256)
+    assert puts(0, 60.0) == pytest.approx(4 * 30 + 1 + 1 / 256)
+    assert puts(4 * 80 * 2**20, 1.0) == pytest.approx(4 * 10 + 1 + 1 / 256)
+    assert (model.LOG_OBJECT_BYTES, model.LINGER_S, model.PACKED) == (OBJECT_BYTES, LINGER_S, BLOCK)

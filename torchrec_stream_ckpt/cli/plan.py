@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import asdict
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, cast
 
 import typer
 
@@ -164,12 +164,12 @@ def _deployment(
     log: str, replication: int, trim_every: str, rebase: float, keep_all_for: str, then_every: str | None
 ) -> Deployment:
     if log not in LOGS:
-        raise ConfigError(f"--log must be kafka or file, got {log!r}")
+        raise ConfigError(f"--log must be kafka, file or bucket, got {log!r}")
     if then_every is not None and then_every.isdigit():
         raise ConfigError("--then-every must be a time here, not a count", hint="write --then-every 1d")
     keep_all_s = None if keep_all_for == "ever" else parse_duration(keep_all_for)
     return Deployment(
-        log="kafka" if log == "kafka" else "file",
+        log=cast(Literal["kafka", "file", "bucket"], log),
         replication=replication,
         trim_s=None if trim_every == "never" else parse_duration(trim_every),
         rebase=rebase,

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.extras.sizing.requests import (
     Requests,
     fold_requests,
     gc_requests,
+    log_requests,
     marker_requests,
     proof_requests,
     put_requests,
@@ -24,6 +25,7 @@ from torchrec_stream_ckpt.extras.sizing.requests import (
     summary_requests,
     trim_requests,
 )
+from torchrec_stream_ckpt.extras.sizing.stream import stream_bytes_per_s
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 
 
@@ -124,6 +126,9 @@ def store_shares(work: Workload, where: Deployment, costs: UnitCosts) -> dict[st
         ranks, num_bytes=load.interval_bytes, folds=has_folds, kept=kept, dense_files=max(1, dense_files)
     )
     found = {"markers": Share(marker + Requests(put=dense_files), markers, 0.0, load.interval_bytes + work.dense_bytes)}
+    if where.log == "bucket":
+        sent = stream_bytes_per_s(work) * work.marker_s
+        found["log"] = Share(log_requests(ranks, num_bytes=sent, seconds=work.marker_s), markers, 0.0, sent)
     if kept >= SUMMED:
         found["summaries"] = Share(summary_requests(ranks), markers)
     merged = _folds(work, load, held)

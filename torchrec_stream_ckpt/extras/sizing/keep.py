@@ -7,10 +7,8 @@ from dataclasses import dataclass
 
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
+from torchrec_stream_ckpt.extras.sizing.requests import LOG_OBJECT_BYTES
 from torchrec_stream_ckpt.extras.sizing.stream import stream_bytes_per_s
-
-OBJECT_BYTES = 8 * 2**20
-"""Largest object of a bucket log."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ def log_bytes(work: Workload, where: Deployment) -> float:
     A trim frees whole segments only: 1 GB per partition on Kafka, 256 MB per rank in files, 8 MiB in a bucket
     (docs/operations.md).
     """
-    segment = {"kafka": 1e9, "file": 256e6, "bucket": OBJECT_BYTES}[where.log] * work.ranks
+    segment = {"kafka": 1e9, "file": 256e6, "bucket": LOG_OBJECT_BYTES}[where.log] * work.ranks
     between = stream_bytes_per_s(work) * (where.trim_s or 86_400.0)
     return (work.table_bytes + between + min(segment, between)) * where.copies
 

@@ -62,6 +62,14 @@ class Requests:
 _KINDS = [field.name for field in fields(Requests)]
 
 
+LOG_OBJECT_BYTES = 8 * 2**20
+"""Largest object of a bucket log (``log/bucket/writer.py``)."""
+LINGER_S = 2.0
+"""Seconds that a rank's rows wait for more before they are put (ibid.)."""
+PACKED = 256
+"""Control records that are also kept in one object (``log/bucket/control_objects.py``)."""
+
+
 def put_requests(num_bytes: float) -> int:
     """Return the PUTs of one object: one or, for a large object, its parts, and the upload's begin and completion."""
     return 1 if num_bytes < 2 * PART_BYTES else math.ceil(num_bytes / PART_BYTES) + 2
@@ -91,6 +99,18 @@ def marker_requests(
     seen = Requests(list=2)  # markers that were given up, and folds
     dense = Requests(list=_pages(dense_files))  # those of this marker alone
     return segments + claim + manifest + seen + dense
+
+
+def log_requests(ranks: int, *, num_bytes: float, seconds: float) -> Requests:
+    """Count the requests of a bucket log for one marker, its control record included.
+
+    Args:
+        ranks: Ranks of the trainer.
+        num_bytes: Bytes that all ranks send for the marker.
+        seconds: Time since the marker before. Rows that come in between wait for ``LINGER_S`` at most.
+    """
+    objects = max(1.0, num_bytes / ranks / LOG_OBJECT_BYTES, seconds / LINGER_S)
+    return Requests(put=ranks * objects + 1 + 1 / PACKED, get=2, head=1)
 
 
 def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tables: int) -> Requests:

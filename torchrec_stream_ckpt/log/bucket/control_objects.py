@@ -69,7 +69,8 @@ class ControlObjects:
 
     def append(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record; see :meth:`Log.append_control`."""
-        number = self._find_end(garbage=garbage)
+        # The number after the newest record that was read. If it is taken, the loop goes on behind it.
+        number = self._end if self._known else self._find_end(garbage=garbage)
         while True:
             failpoint("control.append")
             try:
@@ -89,6 +90,7 @@ class ControlObjects:
                 if number % BLOCK == BLOCK - 1:
                     self._pack(number - BLOCK + 1)
                 return number
+            self._checked(number, found, garbage=garbage)
             number += 1
 
     def _after_silence(self, number: int, error: StoreUnavailableError) -> bytes | None:
@@ -117,7 +119,7 @@ class ControlObjects:
         Raises:
             LogUnavailableError: the bucket does not answer, or a record that was read before is gone.
         """
-        for _ in self.read(self._end if self._known else self.base(), garbage=garbage):
+        for _ in self.read(self.base(), garbage=garbage):
             pass
         return self._end
 
