@@ -67,7 +67,7 @@ class BucketUri:
     @property
     def aside(self) -> str:
         """Start of a hint: how to set aside a control partition that must not count."""
-        return f"copy the objects below {self}/control that you want to keep, and delete them"
+        return f"copy the objects below {self}/control and {self}/packs that you want to keep, and delete them"
 
 
 LogUri: TypeAlias = FileUri | KafkaUri | BucketUri
