@@ -18,6 +18,7 @@ from crc32c import crc32c
 from tests.builders import Stream, claim, commit, write
 from tests.fuzz.mutate import mutate
 from tests.golden import make, make_store
+from tests.read_manifests import both_ways
 from tests.stores import HeldObjects, History, contents, fold, rows_by_route, rows_of
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Hello, Mark, parse_control
@@ -25,7 +26,7 @@ from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Verdict
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Verdict
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.packed_commit import pack_commit
 from torchrec_stream_ckpt.format.readings import Reading
@@ -236,7 +237,7 @@ class StoreObjects:
     def read(data: bytes) -> str:
         """As readers do, by what it says it is; everything that it means."""
         if data.startswith(b"{"):
-            for read in (kind.from_bytes for kind in (Manifest, Fold, Dropped, Garbage, Verdict, Reading)):
+            for read in (both_ways, *(kind.from_bytes for kind in (Fold, Dropped, Garbage, Verdict, Reading))):
                 with contextlib.suppress(CorruptionError):
                     return repr(read(data, "fuzz"))
             raise CorruptionError("none of them")

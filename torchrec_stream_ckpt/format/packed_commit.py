@@ -1,13 +1,19 @@
-"""Fast check of COMMITs: one expression checks the bytes, and fields are parsed when they are read.
+"""Fast readers of COMMITs and manifests: one expression checks the bytes, and fields are parsed when they are read.
 
 A log of a thousand generations has tens of thousands of COMMITs, and a reader uses few of them. Reading a COMMIT field
-by field takes eight times as long as checking that it is whole. So a COMMIT whose bytes are exactly those that its
+by field takes four times as long as checking that it is whole. So a COMMIT whose bytes are exactly those that its
 writer makes (canonical JSON, in a frame of the current version) is checked at once and kept as it is. A COMMIT that
-differs in any way goes through :func:`parse_control`, which reports what is wrong. Both ways refuse the same bytes.
-Only :func:`parse_control` reads the fields, when a COMMIT is opened.
+differs in any way goes through :func:`parse_control`, which reports what is wrong. Both ways refuse the same bytes and
+read the same values.
 
 A list of the newest markers needs only the names of the others. It reads them at a *glance*: both checksums, and the
 fields that decide whether a COMMIT counts. The other fields are checked when the COMMIT is opened.
+
+A plan reads the manifests of all markers that lead to one. Reading a manifest item by item also takes four times as
+long as checking that it is whole. So a manifest whose bytes are exactly those that its writer makes (canonical JSON,
+with a COMMIT as above) is checked at once and not encoded again for comparison. A manifest that differs in any way goes
+through :meth:`Manifest.from_bytes`, which reports what is wrong. Both ways refuse the same bytes and read the same
+values.
 """
 
 from __future__ import annotations
@@ -17,12 +23,14 @@ import re
 import struct
 from binascii import a2b_base64
 from dataclasses import dataclass
+from sys import intern
 from typing import NamedTuple
 
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import MAX_PLACE_CHARS, Commit, ControlRecord, parse_control
+from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
 from torchrec_stream_ckpt.format.frame import (
     ALIGNMENT,
     CODEC_NONE,
@@ -35,9 +43,13 @@ from torchrec_stream_ckpt.format.frame import (
     Kind,
     aligned,
 )
+from torchrec_stream_ckpt.format.manifest import Manifest, SegmentRef
 from torchrec_stream_ckpt.format.rank_ends import FRONT_LEN, RankEnds, check_front
-from torchrec_stream_ckpt.format.record import MAX_META_BYTES, meta_of, signed_front
+from torchrec_stream_ckpt.format.record import MAX_META_BYTES, Meta, meta_of, signed_front
 from torchrec_stream_ckpt.format.schema import canonical
+from torchrec_stream_ckpt.format.segment import HEADER_LEN as SEGMENT_HEADER_LEN
+from torchrec_stream_ckpt.util.layout import StoreSegment
+from torchrec_stream_ckpt.util.types import MarkerId
 
 _HEAD = struct.Struct("<16s 16s I 12s QQ 40s I I I 8s I")
 """Header of a COMMIT. Consecutive fields that are the same in all of them are one piece each."""
@@ -49,31 +61,31 @@ _FRONT = struct.pack("<4sHHBBBBI", MAGIC, VERSION, HEADER_LEN, Kind.COMMIT, 0, C
 _NO_TABLE_NOR_SEQ = struct.pack("<IQ", NO_TABLE, 0)
 _NO_ROWS, _NO_CHAIN = bytes(40), bytes(8)
 
-_NUMBER = "(?:0|[1-9][0-9]{0,18})"
+NUMBER = "(?:0|[1-9][0-9]{0,18})"
 """A number below 10^19, so it fits 64 bits."""
 _TEXT = r"[ !#-\[\]-~]"
 """A character that needs no escape in a string: printable ASCII except the quote and the backslash."""
 _SHA256 = "[0-9a-f]{64}"
 _NAME = r"(?:\.metadata|[A-Za-z0-9_-][A-Za-z0-9_.-]{0,254})"
 """Name of a dense file, as DCP writes it. Other names that begin with a dot are checked one by one."""
-_FILE = rf'\{{"name":"{_NAME}","num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
-_LIST = rf'\{{"files":[1-9][0-9]{{0,17}},"list_bytes":[1-9][0-9]{{0,6}},"num_bytes":{_NUMBER},"sha256":"{_SHA256}"\}}'
-_BASE64 = "[A-Za-z0-9+/]+(?:[AQgw]==|[AEIMQUYcgkosw048]=)?"
+_FILE = rf'\{{"name":"{_NAME}","num_bytes":{NUMBER},"sha256":"{_SHA256}"\}}'
+_LIST = rf'\{{"files":[1-9][0-9]{{0,17}},"list_bytes":[1-9][0-9]{{0,6}},"num_bytes":{NUMBER},"sha256":"{_SHA256}"\}}'
+BASE64 = "[A-Za-z0-9+/]+(?:[AQgw]==|[AEIMQUYcgkosw048]=)?"
 """Canonical base64: no unused bit is set. The match is complete if its length is a multiple of four."""
 _PAYLOAD = re.compile(
     (
-        rf'\{{"dense":"{_TEXT}{{0,{MAX_PLACE_CHARS}}}"'
-        rf',"dense_files":\[(?:\],"dense_list":{_LIST}|(?P<files>(?:{_FILE}(?:,{_FILE})*)?)\])'
-        rf',"generation":(?P<generation>{_NUMBER}),"job":"(?P<job>[0-9a-f]{{32}})","mac":"(?P<mac>(?:{_SHA256})?)"'
-        rf',"marker":(?P<marker>{_NUMBER})(?:,"meta":(?P<meta>\{{[^{{}}\\]{{0,{MAX_META_BYTES}}}\}}))?'
-        rf',"nonce":"(?P<nonce>{_TEXT}*)","ranks":"(?P<ranks>{_BASE64})","step":(?P<step>{_NUMBER})'
-        rf',"store":"{_TEXT}{{0,{MAX_PLACE_CHARS}}}","time_s":(?P<time>[0-9]{{1,15}}\.[0-9]{{1,20}})\}} *'
+        rf'\{{"dense":"(?P<dense>{_TEXT}{{0,{MAX_PLACE_CHARS}}})"'
+        rf',"dense_files":\[(?:\],"dense_list":(?P<list>{_LIST})|(?P<files>(?:{_FILE}(?:,{_FILE})*)?)\])'
+        rf',"generation":(?P<generation>{NUMBER}),"job":"(?P<job>[0-9a-f]{{32}})","mac":"(?P<mac>(?:{_SHA256})?)"'
+        rf',"marker":(?P<marker>{NUMBER})(?:,"meta":(?P<meta>\{{[^{{}}\\]{{0,{MAX_META_BYTES}}}\}}))?'
+        rf',"nonce":"(?P<nonce>{_TEXT}*)","ranks":"(?P<ranks>{BASE64})","step":(?P<step>{NUMBER})'
+        rf',"store":"(?P<store>{_TEXT}{{0,{MAX_PLACE_CHARS}}})","time_s":(?P<time>[0-9]{{1,15}}\.[0-9]{{1,20}})\}} *'
     ).encode("ascii")
 )
 _FRONT_CHARS = 4 * -(-FRONT_LEN // 3)
 _NONCE, _RANKS = b',"nonce":"', b'","ranks":"'
 """Bytes before and after the nonce. No field after it can contain either."""
-_EACH_NAME = re.compile(rb'"name":"([^"]*)"')
+_EACH_FILE = re.compile(rb'\{"name":"([^"]*)","num_bytes":([0-9]*),"sha256":"([^"]*)"\}')
 
 
 class CommitHead(NamedTuple):
@@ -148,6 +160,15 @@ class PackedCommit:
 
 def pack_commit(frame: Buffer) -> PackedCommit | None:
     """Check a COMMIT. Returns None if it is not a COMMIT or differs in any way from its writer's encoding."""
+    checked = _check(frame)
+    if checked is None:
+        return None
+    head, match = checked
+    return PackedCommit(head.job, head.generation, head.marker, match["nonce"].decode("ascii"), match.string)
+
+
+def _check(frame: Buffer) -> tuple[CommitHead, re.Match[bytes]] | None:
+    """Return the header and the fields of a COMMIT, or None as :func:`pack_commit`."""
     head = head_of(frame)
     if head is None or len(frame) != HEADER_LEN + head.payload_len:
         return None
@@ -156,14 +177,14 @@ def pack_commit(frame: Buffer) -> PackedCommit | None:
         return None
     if head.payload_len != aligned(match.end("time") + 1 - HEADER_LEN):
         return None  # more padding than a writer adds
-    files, generation, job, _, marker, meta, nonce, ranks, step, time_s = match.groups()
+    _, _, files, generation, job, _, marker, meta, _, ranks, step, _, time_s = match.groups()
     if (int(generation), int(marker), int(step)) != (head.generation, head.marker, head.step):
         return None
     if job.decode("ascii") != head.job.hex() or repr(float(time_s)) != time_s.decode("ascii"):
         return None
     if not _each_once(files) or not _is_meta(meta) or not _are_ends(ranks):
         return None
-    return PackedCommit(head.job, head.generation, head.marker, nonce.decode("ascii"), match.string)
+    return head, match
 
 
 def glance_at(frame: Buffer) -> PackedCommit | None:
@@ -188,9 +209,39 @@ def open_commit(frame: bytes) -> Commit:
     Raises:
         CorruptionError: a field is invalid.
     """
-    commit = parse_control(frame)
-    assert isinstance(commit, Commit)
+    commit = written_commit(frame)
+    if commit is None:
+        read = parse_control(frame)
+        assert isinstance(read, Commit)
+        return read
     return commit
+
+
+def written_commit(frame: Buffer) -> Commit | None:
+    """Return all fields of a COMMIT, each checked, or None as :func:`pack_commit`."""
+    checked = _check(frame)
+    if checked is None:
+        return None
+    head, match = checked
+    listed, meta = match.group("list", "meta")
+    return Commit(
+        job=head.job,
+        generation=head.generation,
+        nonce=intern(match["nonce"].decode("ascii")),
+        marker=head.marker,
+        step=head.step,
+        ranks=RankEnds(a2b_base64(match["ranks"])),
+        dense=match["dense"].decode("ascii"),
+        dense_files=tuple(
+            DenseFile(name.decode("ascii"), int(num_bytes), sha256.decode("ascii"))
+            for name, num_bytes, sha256 in _EACH_FILE.findall(match["files"] or b"")
+        ),
+        time_s=float(match["time"]),
+        store=intern(match["store"].decode("ascii")),
+        mac=match["mac"].decode("ascii"),
+        meta=_meta(meta) if meta is not None else None,
+        dense_list=DenseList(**json.loads(listed)) if listed is not None else None,
+    )
 
 
 def read_record(
@@ -218,7 +269,7 @@ def _each_once(files: bytes | None) -> bool:
     """Return whether no dense file is named twice."""
     if not files or files.count(b"{") == 1:
         return True
-    names = _EACH_NAME.findall(files)
+    names = [name for name, _, _ in _EACH_FILE.findall(files)]
     return len(set(names)) == len(names)
 
 
@@ -240,6 +291,67 @@ def _is_meta(text: bytes | None) -> bool:
     if text is None:
         return True
     try:
-        return canonical(dict(meta_of(json.loads(text)))) == text
+        return canonical(dict(_meta(text))) == text
     except (ValueError, RecursionError, ConfigError):
         return False
+
+
+def _meta(text: bytes) -> Meta:
+    return meta_of(json.loads(text))
+
+
+_GENERATION, _MARKER = "(?:0|[1-9][0-9]{0,8})", "(?:0|[1-9][0-9]{0,17})"
+"""Generation and marker as :meth:`MarkerId.parse` accepts them."""
+_OBJECT = "[A-Za-z0-9/._-]{1,400}"
+"""Name of a segment. The exact name is compared later."""
+_REF = rf'\{{"front_bytes":{NUMBER},"header_crc":{NUMBER},"name":"{_OBJECT}","num_bytes":{NUMBER},"rows":{NUMBER}\}}'
+_OF_RANK = rf"{_REF}(?:,{_REF})*"
+_MANIFEST = re.compile(
+    (
+        rf'\{{"body":(?P<body>\{{"commit":"(?P<commit>{BASE64})"'
+        rf',"previous":(?:null|"(?P<generation>{_GENERATION}):(?P<marker>{_MARKER})")'
+        rf',"segments":\[\[(?P<segments>{_OF_RANK}(?:\],\[{_OF_RANK})*)\]\]\}})'
+        r',"crc32c":"(?P<crc>[0-9a-f]{8})","format":1,"kind":"manifest"\}'
+    ).encode("ascii")
+)
+_EACH_REF = re.compile(
+    rb'\{"front_bytes":([0-9]+),"header_crc":([0-9]+),"name":"([^"]+)","num_bytes":([0-9]+),"rows":([0-9]+)\}'
+)
+
+
+def read_manifest(data: Buffer, where: str) -> Manifest:
+    """Read and check a manifest; raises as :meth:`Manifest.from_bytes`."""
+    found = written_manifest(data)
+    return found if found is not None else Manifest.from_bytes(data, where)
+
+
+def written_manifest(data: Buffer) -> Manifest | None:
+    """Read a manifest that is exactly in its writer's encoding. Returns None for all other bytes."""
+    match = _MANIFEST.fullmatch(bytes(data))
+    if match is None or f"{crc32c(match['body']):08x}" != match["crc"].decode("ascii") or len(match["commit"]) % 4:
+        return None
+    commit = written_commit(a2b_base64(match["commit"]))
+    if commit is None:
+        return None
+    previous = None
+    if match["generation"] is not None:
+        previous = MarkerId(int(match["generation"]), int(match["marker"]))
+        if not (previous < commit.id and previous.generation == commit.generation):
+            return None
+    of_ranks = match["segments"].split(b"],[")
+    if len(of_ranks) != len(commit.ranks):
+        return None
+    segments = tuple(_refs(commit, rank, text) for rank, text in enumerate(of_ranks))
+    return Manifest(commit, previous, segments) if all(segments) else None
+
+
+def _refs(commit: Commit, rank: int, text: bytes) -> tuple[SegmentRef, ...]:
+    """Return the segments of a rank. Empty if one of them is invalid."""
+    refs = []
+    for part, (front_bytes, header_crc, name, num_bytes, rows) in enumerate(_EACH_REF.findall(text)):
+        ref = SegmentRef(name.decode("ascii"), int(num_bytes), int(front_bytes), int(header_crc), int(rows))
+        expected = StoreSegment(commit.job, commit.id, rank, part).name
+        if ref.name != expected or not SEGMENT_HEADER_LEN <= ref.front_bytes <= ref.num_bytes:
+            return ()
+        refs.append(ref)
+    return tuple(refs)
