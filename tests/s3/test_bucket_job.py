@@ -36,19 +36,19 @@ def uri(s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> str:
     return f"s3://{s3_server.bucket}/{uuid.uuid4().hex}/job"
 
 
-def restored(uri: str, marker: str | None, truths: dict[int, object], step: int, source: str) -> None:
-    settings = StreamConfig(uri=uri, marker_every=3)
+def restored(settings: StreamConfig, marker: str | None, truths: dict[int, object], step: int, source: str) -> None:
     state, at_step, came_from = ranks.run(3, jobs.restore_once, PLAN_3, settings, marker, {})[0]
     assert (at_step, source in came_from) == (step, True), came_from
     assert differences(truths[step], state) == []
 
 
-def test_a_job_needs_nothing_but_a_bucket(uri: str, tmp_path: Path) -> None:
-    settings = StreamConfig(uri=uri, marker_every=3)
+def test_a_job_needs_nothing_but_a_bucket(uri: str, s3_server: S3Server, tmp_path: Path) -> None:
+    # Ranks are forks of a server that was started before, so they do not see these variables.
+    settings = StreamConfig(uri=uri, store_options=s3_server.options(), marker_every=3)
     assert settings.store_url == uri
     truths = ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, {})[0][1]
-    restored(uri, None, truths, STEPS, "log")
-    restored(uri, "1:1", truths, 3, "log")
+    restored(settings, None, truths, STEPS, "log")
+    restored(settings, "1:1", truths, 3, "log")
     assert "1:2" in command("list", uri)
     with follow(uri, scratch=tmp_path) as follower:
         rows = [len(each.ids) for update in follower.updates(0) for each in update.changes()]
@@ -59,5 +59,5 @@ def test_a_job_needs_nothing_but_a_bucket(uri: str, tmp_path: Path) -> None:
         command(*verb)
     command("trim", uri, "--store", uri)
     command("gc", uri, "--store", uri, "--newest", "1")
-    restored(uri, None, truths, STEPS, "store")
+    restored(settings, None, truths, STEPS, "store")
     assert os.environ["AWS_ENDPOINT_URL"] not in command("list", uri, "--json")

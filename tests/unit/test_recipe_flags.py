@@ -63,7 +63,7 @@ WRONG = [
     (["--drain_every", "5"], "--drain_every needs --stream_ckpt"),
     (["--kafka_options", "x"], "--kafka_options needs --stream_ckpt"),
     (["--paranoid"], "--paranoid needs --stream_ckpt"),
-    (["--stream_ckpt", "s3://x"], "'s3://x' is not a known kind of log"),
+    (["--stream_ckpt", "ftp://x"], "'ftp://x' is not a known kind of log"),
     (["--stream_ckpt", "ckpt"], "'ckpt' is not a known kind of log"),
     (["--stream_ckpt", "kafka://h:1/j"], "store is required with Kafka"),
     ([*STREAM, "--kafka_options", "x"], "--kafka_options needs --stream_ckpt kafka://"),

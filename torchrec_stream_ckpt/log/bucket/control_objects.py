@@ -25,7 +25,6 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, payload_
 from torchrec_stream_ckpt.log.bucket.objects import delete_all, of_log, read_if_there
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.util.failpoints import failpoint
 
 BLOCK = 256
 """Records of a block."""
@@ -72,7 +71,6 @@ class ControlObjects:
         # The number after the newest record that was read. If it is taken, the loop goes on behind it.
         number = self._end if self._known else self._find_end(garbage=garbage)
         while True:
-            failpoint("control.append")
             try:
                 is_new = self._objects.create(record_name(number), [record])
             except StoreUnavailableError as error:
@@ -256,7 +254,6 @@ class ControlObjects:
                 if self._read(base) is None:
                     raise CorruptionError(f"no control record has number {base}", store=self._objects.url)
                 self._objects.create(f"{BASE_DIR}/{base:020d}", [b""])
-                failpoint("prune.written")
             base = max(base, *bases, 0)
             names = sorted(entry.name for entry in self._objects.list(f"{CONTROL_DIR}/"))
             packs = [begin for begin in _numbers(self._objects, PACKS_DIR) if begin + BLOCK <= base]

@@ -14,7 +14,6 @@ from torchrec_stream_ckpt.log.bucket.objects import of_log, read_if_there
 from torchrec_stream_ckpt.log.bucket.streams import object_name, sizes_of, walk
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.util.failpoints import failpoint
 
 log = logging.getLogger(__name__)
 
@@ -137,7 +136,6 @@ class BucketWriter:
     def _create(self, begin: int, frames: list[memoryview]) -> None:
         """(a worker) Create an object, unless it was created by an earlier try whose answer was lost."""
         name = object_name(*self._stream, begin)
-        failpoint("segment.written")
         if self._objects.create(name, frames):
             return
         there = read_if_there(self._objects, name)

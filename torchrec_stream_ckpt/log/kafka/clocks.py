@@ -81,6 +81,8 @@ def _send(brokers: Brokers, partition: int, times_ms: Sequence[int]) -> list[str
     settings = admin_settings(brokers.asked, brokers.options) | _ONE_BATCH
     producer = make_client(ck.Producer, settings, Reasons(brokers.options))
     try:
+        # Records that are produced before the leader is known are handed to it one by one, in several batches.
+        producer.list_topics(brokers.uri.data_topic, timeout=ANSWER_TIMEOUT_S)
         for number, time_ms in enumerate(times_ms):
             producer.produce(
                 brokers.uri.data_topic, b"", partition=partition, timestamp=time_ms, on_delivery=partial(note, number)
