@@ -6,6 +6,7 @@ import json
 import threading
 import uuid
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
     ConfigError,
     CorruptionError,
+    FencedError,
     LogUnavailableError,
     PrunedError,
     StreamLostError,
@@ -29,6 +31,7 @@ from torchrec_stream_ckpt.log.api import TrimRange
 from torchrec_stream_ckpt.log.bucket import control_objects, writer
 from torchrec_stream_ckpt.log.bucket import log as bucket_log
 from torchrec_stream_ckpt.log.bucket.objects import delete_all
+from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.util.types import LogSpan
 from torchrec_stream_ckpt.util.uris import parse_uri
 
@@ -150,8 +153,8 @@ def test_an_old_log_takes_no_more_requests_than_a_young_one(
             attached.append(proxy.taken())
             reader.close()
     assert appended[0] == appended[1]
-    assert appended[0]["list"] == 0
-    assert sum(appended[0].values()) <= 4
+    assert appended[0]["list"] <= 2  # s3fs asks twice for the bases while there is none
+    assert sum(appended[0].values()) <= 6
     assert sum(attached[1].values()) - sum(attached[0].values()) == (196 - 36) // 16  # a pack each
 
 
@@ -182,6 +185,71 @@ def test_records_that_were_deleted_are_named(place: Place, log: Log) -> None:
     (place.folder / control_objects.record_name(4)).unlink()
     with pytest.raises(LogUnavailableError, match="control record 4, which was read before, is missing"):
         list(log.read_control(5))
+
+
+@pytest.mark.parametrize("missing", [0, 2, 7, 8, 15])
+def test_a_hole_among_the_records_is_named_and_never_filled(
+    place: Place, log: Log, monkeypatch: pytest.MonkeyPatch, missing: int
+) -> None:
+    monkeypatch.setattr(control_objects, "BLOCK", 8)
+    for number in range(20):
+        log.append_control(control_record(number + 1))
+    for pack in (place.folder / "packs").iterdir():
+        pack.unlink()
+    (place.folder / control_objects.record_name(missing)).unlink()
+    other = place.open()
+    for use in (lambda: list(other.read_control()), lambda: other.append_control(control_record(99))):
+        with pytest.raises(CorruptionError, match=f"control record {missing} is missing, but record {missing + 1}"):
+            use()
+    assert not (place.folder / control_objects.record_name(missing)).exists()
+    other.close()
+
+
+def test_a_process_that_was_away_never_writes_among_deleted_records(place: Place, log: Log) -> None:
+    """Their names are free again, so its put succeeds: it would believe in a commit that nobody sees."""
+    zombie = place.open()
+    for number in (1, 2):
+        zombie.append_control(control_record(number))
+    for number in range(3, 12):
+        log.append_control(control_record(number))
+    log.prune_control(8)
+    late = control_record(99)
+    assert zombie.append_control(late) == 11
+    with pytest.raises(PrunedError):  # it reads everything again, and hears that another one has claimed the job
+        list(zombie.read_control(2))
+    reader = place.open()
+    wanted = [(number, control_record(number + 1)) for number in range(8, 11)]
+    assert list(reader.read_control(8)) == list(zombie.read_control(8)) == [*wanted, (11, late)]
+    assert not (place.folder / control_objects.record_name(2)).exists()
+    reader.close()
+    zombie.close()
+
+
+def test_a_zombie_is_fenced_although_the_control_records_were_shortened(place: Place) -> None:
+    owner = place.open()
+    owner.prepare(2)
+    job = Job(Path("/nowhere"), log=owner)
+    job.begin()
+    first = job.commit()
+    slow = place.open()
+    control = Control(slow)
+    frozen = Control(place.open())
+    for each in (control, frozen):
+        assert each.refresh().newest is not None
+    job.begin(first.id)
+    for _ in range(3):
+        job.touch()
+        job.commit()
+        shorten_control(owner, Control(owner), at_once=True)
+    assert owner.control_base() > 0
+    late = replace(first, marker=2)
+    with pytest.raises(FencedError):
+        control.commit(late, 5.0, threading.Event())
+    assert late.id not in Control(owner).refresh().commits
+    frozen.append(late)  # as if it had been stopped between its look and its put
+    assert late.id not in frozen.refresh().commits
+    slow.close()
+    owner.close()
 
 
 def test_a_foreign_object_among_the_records_is_named_or_skipped(place: Place, log: Log) -> None:

@@ -10,7 +10,7 @@ requests for an old log. A pack decides nothing: if it is missing or damaged, th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
@@ -85,11 +85,24 @@ class ControlObjects:
                 )
             self._note(number, found)
             if found == record:  # also if the answer to an earlier try was lost
+                if self.base() > number:
+                    number = self._leave_hole(number, garbage=garbage)
+                    continue
                 if number % BLOCK == BLOCK - 1:
                     self._pack(number - BLOCK + 1)
                 return number
             self._checked(number, found, garbage=garbage)
             number += 1
+
+    def _leave_hole(self, number: int, *, garbage: bool) -> int:
+        """Undo a put among records that were deleted while this process was away, and return the number of the end.
+
+        Their names are free again, so the put succeeded. A reader looks for the base first, and never sees it. A base
+        is written before the first record is deleted, so every such put is found.
+        """
+        self._objects.delete(record_name(number))
+        self._forget()
+        return self._find_end(garbage=garbage)
 
     def _after_silence(self, number: int, error: StoreUnavailableError) -> bytes | None:
         """Return the record that exists after a put without an answer.
@@ -175,14 +188,37 @@ class ControlObjects:
                     listed = [each for each in _numbers(self._objects, _block_dir(begin)) if each >= number]
                     found = zip(listed, pool.map(self._read, listed), strict=True)
                     records = {each: record for each, record in found if record is not None}
-                if number not in records:
-                    return
                 while (record := records.get(number)) is not None:
                     self._note(number, record)
                     yield number, record
                     number += 1
-                if number % BLOCK:
+                if number % BLOCK or number == begin:
+                    self._check_gap(number, records, packs)
                     return
+
+    def _check_gap(self, number: int, listed: Iterable[int], packs: Iterable[int]) -> None:
+        """Check that no later record exists where the records end: each was created after the one before it.
+
+        Args:
+            number: The number after the last record that was found.
+            listed: Numbers of the records of its block.
+            packs: Blocks that were packed.
+
+        Raises:
+            CorruptionError: the record ``number`` was deleted.
+        """
+        following = _numbers(self._objects, _block_dir(number // BLOCK * BLOCK + BLOCK))
+        later = [each for each in (*listed, *packs, *following) if each > number]
+        if not later or self._read(number) is not None:  # a listing may lag
+            return
+        if (base := self.base()) > number:
+            raise PrunedError(f"the control records begin at {base}, not at {number}", store=self._objects.url)
+        self._forget()  # so that an append looks again, and fills no gap
+        raise CorruptionError(
+            f"control record {number} is missing, but record {min(later)} exists",
+            store=self._objects.url,
+            name=record_name(number),
+        )
 
     def _checked(self, number: int, record: bytes, *, garbage: bool) -> bytes:
         """Return a record, or the beginning of an object that is not a record.
@@ -213,6 +249,11 @@ class ControlObjects:
             self._end = max(self._end, number + 1)
             for old in [each for each in self._known if each < self._end - _KNOWN]:
                 del self._known[old]
+
+    def _forget(self) -> None:
+        with self._lock:
+            self._known.clear()
+            self._end = 0
 
     def _unpacked(self, begin: int) -> dict[int, bytes] | None:
         """Return the records of a pack, by number. Returns None if it is not what it should be."""
