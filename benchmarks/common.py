@@ -174,6 +174,21 @@ def command_of(case: str, script: str = "run.py") -> str:
     return f"python benchmarks/{case}/{script} {shlex.join(words)}".rstrip()
 
 
+def file_facts(case: str, script: str, out: Path | None, facts: dict[str, Any], **more: Any) -> None:
+    """File a result that consists of facts.
+
+    Args:
+        case: Folder of the script.
+        script: Its name.
+        out: File of the result; None files nothing.
+        facts: The facts.
+        more: Other parts of the result, such as ``points``.
+    """
+    found = {"case": case, "command": command_of(case, script), "date": time.strftime("%Y-%m-%d", time.gmtime())}
+    if out is not None:
+        out.write_text(json.dumps(found | {"machine": machine(), "facts": facts} | more, indent=1) + "\n")
+
+
 @dataclass
 class Measured:
     """Seconds (or whatever the case measures) of each round, by variant, and why others have none."""

@@ -26,7 +26,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import start  # noqa: E402, F401
-from common import at_least, command_of, machine, parse, refuse_small_machine, tell  # noqa: E402
+from common import at_least, file_facts, parse, refuse_small_machine, tell  # noqa: E402
 from peers import PEERS, TrackerDcp, peer, saved  # noqa: E402
 from ranks import Processes, StuckError, job_flags, last_step, loads, ours, times  # noqa: E402
 
@@ -170,15 +170,8 @@ def main() -> None:
     if missing := sorted(set(WAYS) - set(found)):
         print(f"not measured yet: {', '.join(missing)}")
         return
-    result = {
-        "case": "proof",
-        "command": command_of("proof", "costs.py"),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "facts": {"rows": args.rows, "steps between saves": args.every, "ways": found},
-    }
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    facts = {"rows": args.rows, "steps between saves": args.every, "ways": found}
+    file_facts("proof", "costs.py", args.out, facts)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 process takes to its first step, and how long a hot spare takes. ``costs.py`` measures it on one job; without
 ``--costs`` it comes from the newest filed results of ``marker``, ``step_time``, ``restore``, ``tracker`` and
 ``takeover`` (:func:`filed_costs`). *Simulated*: when GPUs fail. Each has its own exponential clock; a replaced one
-starts anew. The job stops if one fails, goes on from the newest save that counts, and a failure during a restart
+starts again. The job stops if one fails, goes on from the newest save that counts, and a failure during a restart
 begins the restart again. *Assumed*, alike for all ways: the seconds to notice a failure and to place processes; and
 either that 1,000 ranks save and load as one does, each on a disk of its own that outlives it, or that all of them
 share one store of so many bytes a second.
@@ -24,7 +24,6 @@ import math
 import random
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -33,7 +32,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import start  # noqa: E402, F401
-from common import at_least, command_of, machine, parse  # noqa: E402
+from common import at_least, file_facts, parse  # noqa: E402
 from page_tables.results import newest  # noqa: E402
 
 MTBF_S = {"10 min": 600.0, "1 h": 3600.0, "6 h": 21600.0}
@@ -270,20 +269,10 @@ def main() -> None:
         "costs": {name + ending: asdict(way) for ending, each in where.items() for name, way in each.items()},
         "spent": spent,
     }
-    result = {
-        "case": "proof",
-        "command": command_of("proof", "ettr.py"),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "facts": facts,
-        "points": points,
-        "goals": [],
-    }
     for point, rows in points.items():
         for kind, row in rows["variants"].items():
             print(f"{point}, {kind}: {row['median']:.2f} % ({row['min']:.2f}-{row['max']:.2f})")
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    file_facts("proof", "ettr.py", args.out, facts, points=points, goals=[])
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import start  # noqa: E402, F401
 import torch  # noqa: E402
-from common import at_least, command_of, machine, parse, refuse_small_machine, tell  # noqa: E402
+from common import at_least, file_facts, parse, refuse_small_machine, tell  # noqa: E402
 from peers import PEERS, peer  # noqa: E402
 from ranks import (  # noqa: E402
     LOADED,
@@ -301,16 +301,8 @@ def main() -> None:
         raise SystemExit(f"proof: a job does not go on by itself (in {kept}): {error}") from None
     if args.folder is None:
         shutil.rmtree(kept, ignore_errors=True)
-    result = {
-        "case": "proof",
-        "command": command_of("proof"),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "facts": facts,
-    }
     print(json.dumps(facts, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    file_facts("proof", "run.py", args.out, facts)
     mine = facts["variants"][OURS]
     if mine["losses that differ"] or mine["tensors that differ"]:
         raise SystemExit("proof: FAILED: our job differs from the one that was never killed")

@@ -35,7 +35,7 @@ import start  # noqa: E402, F401
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from cache import COLD, WARM, prepare  # noqa: E402
-from common import command_of, machine, parse, refuse_small_machine, scratch, tell, without_fsync  # noqa: E402
+from common import file_facts, parse, refuse_small_machine, scratch, tell, without_fsync  # noqa: E402
 from counts import apart, timed  # noqa: E402
 from crc32c import crc32c  # noqa: E402
 
@@ -485,16 +485,8 @@ def main() -> None:
         )
         facts = measure(job)
         shutil.rmtree(root)
-    result = {
-        "case": "proof",
-        "command": command_of("proof", "terabyte.py"),
-        "date": time.strftime("%Y-%m-%d", time.gmtime()),
-        "machine": machine(),
-        "facts": facts,
-    }
     print(json.dumps(facts, indent=1))
-    if args.out is not None:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+    file_facts("proof", "terabyte.py", args.out, facts)
     if any(facts[f"restore, {state}"]["restore"]["rows that differ"] for state in (COLD, WARM)):
         raise SystemExit("terabyte: FAILED: the restored share differs from what was sent last")
 
