@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.identity import OVERWRITES, jobs_in, refuses_taken_name, refuses_taken_names
 from torchrec_stream_ckpt.util.durable import nearest_folder
-from torchrec_stream_ckpt.util.uris import BucketUri, FileUri, check_store_url, parse_uri
+from torchrec_stream_ckpt.util.uris import BucketUri, FileUri, KafkaUri, check_store_url, parse_uri
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.find.job import Job
@@ -136,10 +136,9 @@ def _conditional_puts(check: str, refused: str, *, refuses: bool) -> Finding:
 def _untried(job: Job) -> Iterator[Finding]:
     """List what cannot be tried without leaving something, or not from here."""
     uri = parse_uri(job.uri)
-    if isinstance(uri, BucketUri):
-        yield Finding("not tried: other nodes", "their rights and network: run this on each node of the job")
-    elif isinstance(uri, FileUri):
-        yield Finding("not tried: other nodes", "their locks and rights: run this on each node of the job")
+    if not isinstance(uri, KafkaUri):
+        theirs = "locks and rights" if isinstance(uri, FileUri) else "rights and network"
+        yield Finding("not tried: other nodes", f"their {theirs}: run this on each node of the job")
     else:
         if job.log.incarnation() is None:
             needs = (

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.log.watch import Watch
+from torchrec_stream_ckpt.util.layout import MAX_PARTITIONS
 from torchrec_stream_ckpt.util.options import Options, read_options
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 from torchrec_stream_ckpt.util.uris import BucketUri, FileUri, LogUri, parse_uri
@@ -86,6 +87,14 @@ class TrimRange:
     dead: frozenset[int]
     """Generations of which nothing is needed, and that can commit nothing more."""
 
+    def ends(self) -> dict[tuple[int, int], int]:
+        """Return the offset up to which each stream (generation, partition) may be deleted, for logs by streams."""
+        ends: dict[tuple[int, int], int] = {}
+        for span in self.gone:
+            stream = span.generation, span.partition
+            ends[stream] = min(span.end, ends.get(stream, span.end))
+        return ends
+
 
 @dataclass(frozen=True, slots=True)
 class Freed:
@@ -96,6 +105,16 @@ class Freed:
     count: int
     num_bytes: int | None
     """Deleted bytes. None if the log cannot report them."""
+
+
+def check_ranks(partitions: int) -> None:
+    """Check that a log by streams can have a partition for each rank.
+
+    Raises:
+        ConfigError: there are too many.
+    """
+    if partitions > MAX_PARTITIONS:
+        raise ConfigError(f"{partitions} ranks are too many: a log has at most {MAX_PARTITIONS} partitions")
 
 
 class DataWriter(Protocol):

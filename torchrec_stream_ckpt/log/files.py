@@ -16,8 +16,8 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, TrimRange
+from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, TrimRange, check_ranks
 from torchrec_stream_ckpt.log.control_file import ControlFile
 from torchrec_stream_ckpt.log.direct import refusal
 from torchrec_stream_ckpt.log.disk import examine_folder, explained
@@ -40,7 +40,6 @@ from torchrec_stream_ckpt.util.layout import (
     CONTROL_FILE,
     DATA_DIR,
     IDENTITY_FILE,
-    MAX_PARTITIONS,
     partition_dir,
 )
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
@@ -72,8 +71,7 @@ class FileLog:
     def prepare(
         self, partitions: int, identity: str | None = None, *, claimed: Incarnation | None = None
     ) -> Incarnation:
-        if partitions > MAX_PARTITIONS:
-            raise ConfigError(f"{partitions} ranks are too many: a log has at most {MAX_PARTITIONS} partitions")
+        check_ranks(partitions)
         if claimed is not None and partitions <= claimed.partitions:
             now = self.incarnation()
             if now is not None and now.id == claimed.id and now.partitions >= claimed.partitions:
@@ -182,10 +180,7 @@ class FileLog:
 
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
         """Delete whole segments, oldest first, so that a kill in between leaves a missing front, never a hole."""
-        ends: dict[tuple[int, int], int] = {}
-        for span in range_.gone:
-            key = (span.generation, span.partition)
-            ends[key] = min(span.end, ends.get(key, span.end))
+        ends = range_.ends()
         sizes: list[int] = []
         with explained("cannot trim the log", self._root):
             for folder in sorted(partition_dirs(self._root)):

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise, zip_longest
 from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
@@ -268,16 +269,29 @@ def frames(path: Path, begin: int, end: int) -> Iterator[tuple[int, memoryview]]
     with explained("cannot read a segment", path), open(path, "rb") as file:
         size = os.fstat(file.fileno()).st_size
         view = memoryview(mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ)) if size else memoryview(b"")
+    yield from split_frames(view, begin, end, f"segment of {size} bytes ends", path=path)
+
+
+def split_frames(view: memoryview, begin: int, end: int, what: str, **where: Any) -> Iterator[tuple[int, memoryview]]:
+    """Yield (position, frame) of the frames in bytes [begin, end) of a segment or an object.
+
+    Args:
+        view: Its bytes.
+        begin, end: Positions in it.
+        what: Beginning of the message if it ends inside a frame, such as "segment of 9 bytes ends".
+        where: Its place, for errors.
+
+    Raises:
+        CorruptionError: the end of a frame cannot be determined.
+    """
     position = begin
     while position < end:
         try:
             header = parse_header(view[position : position + HEADER_LEN])
         except CorruptionError as error:
-            raise CorruptionError(error.message, hint=error.hint, path=path, offset=position) from None
+            raise CorruptionError(error.message, hint=error.hint, **where, offset=position) from None
         stop = position + HEADER_LEN + header.payload_len
-        if stop > min(size, end):
-            raise CorruptionError(
-                f"segment of {size} bytes ends inside a frame", path=path, offset=position, **header.place()
-            )
+        if stop > min(len(view), end):
+            raise CorruptionError(f"{what} inside a frame", **where, offset=position, **header.place())
         yield position, view[position:stop]
         position = stop

@@ -6,21 +6,20 @@ import contextlib
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.core import Follower
-from torchrec_stream_ckpt.extras.follower.replica import Comparisons, Replica
+from torchrec_stream_ckpt.extras.follower.replica import Comparisons, Replica, read_rows
 from torchrec_stream_ckpt.extras.follower.unproved_blocks import proof_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
 from torchrec_stream_ckpt.extras.follower.whole_rows import WholeRows
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
-from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.inner import Compared, Plane, WeightProof, served_parts
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
@@ -221,9 +220,4 @@ class FollowedModel(Replica):
             return proof.compare_sums(table, 0, table.rows, self._whole[table.name].sums_of)
         tensor = self._tables[table.name].tensor
         assert tensor is not None
-
-        def read(ids: npt.NDArray[np.int64]) -> Array:
-            part = tensor.index_select(0, torch.from_numpy(ids).to(tensor.device)).cpu()
-            return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
-
-        return proof.compare(table, 0, table.rows, read)
+        return proof.compare(table, 0, table.rows, partial(read_rows, tensor))

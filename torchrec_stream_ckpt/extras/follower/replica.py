@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from torchrec_stream_ckpt.errors import (
@@ -28,6 +30,7 @@ from torchrec_stream_ckpt.extras.follower.stats import FollowStats, values_of
 from torchrec_stream_ckpt.extras.follower.unproved_blocks import Doubts, older_proofs_of, proof_of, refusal
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
+from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Compared, Unproved, WeightProof, compare_replicated
 from torchrec_stream_ckpt.util.interpreter_exit import end_at_exit
@@ -100,6 +103,12 @@ class Gate:
                 self._writers -= 1
                 self._owed = self._waiting
                 self._changed.notify_all()
+
+
+def read_rows(tensor: torch.Tensor, ids: npt.NDArray[np.int64]) -> Array:
+    """Return rows of a tensor on any device, bfloat16 as its bits."""
+    part = tensor.detach().index_select(0, torch.from_numpy(ids).to(tensor.device)).cpu()
+    return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
 
 
 Differing: TypeAlias = list[tuple[TableSpec, Unproved]]

@@ -20,14 +20,14 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.extras.follower.serving import Encoding, encode, rows_frame, served_schema, to_float32
-from torchrec_stream_ckpt.extras.follower.unproved_blocks import IN_A_STREAM, older_proofs_of, proof_of, refusal
+from torchrec_stream_ckpt.extras.follower.unproved_blocks import IN_A_STREAM, compare_all, proof_of, refusal
 from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, VERSION, Header, Kind, json_frame
 from torchrec_stream_ckpt.format.rows import Array, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema, canonical
-from torchrec_stream_ckpt.inner import Compared, Job
+from torchrec_stream_ckpt.inner import Compared, Job, WeightProof
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import RankEnd, TableShard, TableSpec
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
@@ -181,12 +181,13 @@ class ServingWriter:
         return {table: np.unique(np.concatenate(ids)) for table, ids in touched.items()}
 
     def _check(self, update: Update, index: Mapping[str, int]) -> None:
-        found, own = Compared(), proof_of(update)
-        for proof in (*([own] if own is not None else []), *older_proofs_of(update)):
-            for _, table in update.schema.live:
-                if table.name in index:
-                    held = self._tables[index[table.name]]
-                    found += proof.compare(table, 0, table.rows, partial(_as_trained, table, held))
+        def compare(proof: WeightProof, table: TableSpec) -> Compared:
+            if table.name not in index:
+                return Compared()
+            held = self._tables[index[table.name]]
+            return proof.compare(table, 0, table.rows, partial(_as_trained, table, held))
+
+        found = compare_all(update, proof_of(update), compare)
         if found.unproved is not None:
             raise refusal(found.unproved, update.marker, IN_A_STREAM)
 

@@ -14,10 +14,11 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError, SinkUnavailableError
 from torchrec_stream_ckpt.extras.follower.core import Follower
-from torchrec_stream_ckpt.extras.follower.unproved_blocks import older_proofs_of, proof_of, refusal
+from torchrec_stream_ckpt.extras.follower.stats import Outages
+from torchrec_stream_ckpt.extras.follower.unproved_blocks import compare_all, proof_of, refusal
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.format.rows import Array
-from torchrec_stream_ckpt.inner import Compared
+from torchrec_stream_ckpt.inner import Compared, WeightProof
 from torchrec_stream_ckpt.util.types import TableSpec
 
 log = logging.getLogger(__name__)
@@ -102,29 +103,21 @@ class Feed:
             FencedError: another program feeds this sink.
             StreamCkptError: as :meth:`Follower.updates`.
         """
-        since_s: float | None = None
+        outages = Outages(self._follower.stats, "the sink answers again")
         while True:
             try:
-                if since_s is not None:
+                if outages.is_on:
                     self._look_again()
                 for update in self._follower.updates(timeout_s, once=once, until_closed=until_closed):
                     written = self._write(update)
                     if written is None:
                         break  # the next update is a load
-                    if since_s is not None:
-                        log.warning("the sink answers again")
-                    since_s = None
+                    outages.over()
                     yield written
                 else:
                     return
             except SinkUnavailableError as error:
-                now_s = time.monotonic()
-                if since_s is None:
-                    since_s = now_s
-                    self._follower.stats.outages += 1
-                    log.warning("waiting up to %.0f s: %s", self._follower.outage_s, error.headline)
-                if timeout_s == 0 or now_s - since_s >= self._follower.outage_s:
-                    raise
+                outages.outlast(error, 0.0 if timeout_s == 0 else self._follower.outage_s)
                 if self._follower.pause():
                     return
 
@@ -150,6 +143,11 @@ class Feed:
         self._position = update.position
         return Written(update, rows, time.monotonic() - begin_s)
 
+    def _compare(self, proof: WeightProof, table: TableSpec) -> Compared:
+        if not self._follower.wants(table):
+            return Compared()
+        return proof.compare(table, 0, table.rows, partial(self._sink.read, table))
+
     def _is_proved(self, update: Update) -> bool:
         """Compare the sink's rows with the proof of the marker; for a load, also with older ones.
 
@@ -159,11 +157,7 @@ class Feed:
         stats, own = self._follower.stats, proof_of(update)
         stats.proofs += own is not None
         stats.uncompared += own is None
-        found = Compared()
-        for proof in (*([own] if own is not None else []), *older_proofs_of(update)):
-            for _, table in update.schema.live:
-                if self._follower.wants(table):
-                    found += proof.compare(table, 0, table.rows, partial(self._sink.read, table))
+        found = compare_all(update, own, self._compare)
         if found.unproved is None:
             return True
         stats.unproved += found.unproved.count

@@ -82,22 +82,33 @@ class FollowStats:
 
 
 class Outages:
-    """Waits while log and store do not answer, and logs that once."""
+    """Waits while log and store, or a sink, do not answer, and logs that once.
 
-    def __init__(self, stats: FollowStats) -> None:
+    Args:
+        stats: Counts the outages.
+        over: Message for the end of one.
+    """
+
+    def __init__(self, stats: FollowStats, over: str = "the log and the store answer again") -> None:
         self._stats = stats
+        self._over = over
         self._since: float | None = None
         """Time since which log or store has not answered, on the monotonic clock; None if they answer."""
 
+    @property
+    def is_on(self) -> bool:
+        """True from the first error until :meth:`over`."""
+        return self._since is not None
+
     def over(self) -> None:
-        """Note that log and store have answered."""
+        """Note an answer."""
         if self._since is not None:
-            log.warning("the log and the store answer again")
+            log.warning("%s", self._over)
         self._since = None
         self._stats.heard_s = time.time()
 
     def outlast(self, error: StreamCkptError, longest_s: float) -> None:
-        """Note that log or store did not answer; raises ``error`` once that has lasted ``longest_s``."""
+        """Note that there was no answer; raises ``error`` once that has lasted ``longest_s``."""
         now = time.monotonic()
         if self._since is None:
             self._since = now

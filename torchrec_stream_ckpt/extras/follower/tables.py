@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
 )
 from torchrec_stream_ckpt.extras.follower.core import Follower
-from torchrec_stream_ckpt.extras.follower.replica import INTERRUPTED, Comparisons, Replica
+from torchrec_stream_ckpt.extras.follower.replica import INTERRUPTED, Comparisons, Replica, read_rows
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.extras.interchange.id_map import RawIdMap, read_id_maps
@@ -258,8 +258,7 @@ class FollowedTables(Replica):
         def read(ids: npt.NDArray[np.int64]) -> Array:
             if self._slices:
                 self._gate.give_way()
-            part = tensor.detach().index_select(0, torch.from_numpy(ids - first).to(tensor.device)).cpu()
-            return (part.view(torch.int16) if part.dtype == torch.bfloat16 else part).numpy()
+            return read_rows(tensor, ids - first)
 
         return proof.compare(table, first, rows, read)
 

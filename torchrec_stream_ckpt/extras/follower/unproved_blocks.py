@@ -12,10 +12,13 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError, TrimmedError
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
-from torchrec_stream_ckpt.inner import Unproved, UnprovedBlock, WeightProof
+from torchrec_stream_ckpt.inner import Compared, Unproved, UnprovedBlock, WeightProof
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)
+
+Compare = Callable[[WeightProof, TableSpec], Compared]
+"""Compares the held rows of a table with a proof; nothing of a table that is not held."""
 
 
 @dataclass(slots=True)
@@ -162,6 +165,21 @@ def proof_of(update: Update) -> WeightProof | None:
     except (CorruptionError, TrimmedError) as error:
         log.warning("marker %s was not compared with its proof: %s", update.marker, error.headline)
         return None
+
+
+def compare_all(update: Update, own: WeightProof | None, compare: Compare) -> Compared:
+    """Compare a copy of the tables with the proof of an update's marker, and with older ones.
+
+    Args:
+        update: An update that was applied.
+        own: The proof of its marker; None if it has none.
+        compare: Compares one table.
+    """
+    found = Compared()
+    for proof in (*([own] if own is not None else []), *older_proofs_of(update)):
+        for _, table in update.schema.live:
+            found += compare(proof, table)
+    return found
 
 
 def older_proofs_of(update: Update) -> Iterator[WeightProof]:

@@ -152,7 +152,7 @@ class ControlObjects:
                 self._check_begin(start)
 
     def _has_previous(self, number: int) -> bool:
-        """(beside the read of ``number``) Return whether the record before exists. True for the first record."""
+        """(during the read of ``number``) Return whether the record before exists. True for the first record."""
         return not number or self._objects.size(record_name(number - 1)) is not None
 
     def _check_begin(self, start: int) -> None:

@@ -13,7 +13,7 @@ import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, Severity, TrimRange
+from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, Severity, TrimRange, check_ranks
 from torchrec_stream_ckpt.log.bucket.control_objects import CONTROL_DIR, ControlObjects
 from torchrec_stream_ckpt.log.bucket.objects import delete_all, of_log, read_if_there
 from torchrec_stream_ckpt.log.bucket.probe import Probe
@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.log.bucket.streams import DataObject, object_name, pie
 from torchrec_stream_ckpt.log.bucket.writer import BucketWriter
 from torchrec_stream_ckpt.log.watch import Watch
 from torchrec_stream_ckpt.store.api import LooksFirst, open_store
-from torchrec_stream_ckpt.util.layout import IDENTITY_FILE, MAX_PARTITIONS, bucket_generation
+from torchrec_stream_ckpt.util.layout import IDENTITY_FILE, bucket_generation
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 from torchrec_stream_ckpt.util.uris import BucketUri, LogUri
@@ -59,8 +59,7 @@ class BucketLog:
     def prepare(
         self, partitions: int, identity: str | None = None, *, claimed: Incarnation | None = None
     ) -> Incarnation:
-        if partitions > MAX_PARTITIONS:
-            raise ConfigError(f"{partitions} ranks are too many: a log has at most {MAX_PARTITIONS} partitions")
+        check_ranks(partitions)
         with of_log("cannot create the bucket log"):
             held = read_if_there(self._objects, IDENTITY_FILE)
             if held is None and identity is None:
@@ -232,17 +231,13 @@ class BucketLog:
 
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
         """Delete whole objects, oldest first, so that a kill in between leaves a missing front, never a hole."""
-        ends: dict[tuple[int, int], int] = {}
-        for span in range_.gone:
-            key = (span.generation, span.partition)
-            ends[key] = min(span.end, ends.get(key, span.end))
         leftovers: list[tuple[str, int]] = []
         doomed: list[tuple[str, int]] = []
         with of_log("cannot trim the bucket log"):
             for generation in sorted(range_.dead):
                 entries = self._objects.list(f"{bucket_generation(generation)}/")
                 doomed += sorted((entry.name, entry.num_bytes) for entry in entries)
-            for (generation, partition), end in sorted(ends.items()):
+            for (generation, partition), end in sorted(range_.ends().items()):
                 if generation not in range_.dead:
                     others, own = self._before(generation, partition, end)
                     leftovers, doomed = leftovers + others, doomed + own

@@ -12,7 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header
+from torchrec_stream_ckpt.log.segments import split_frames
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.util.layout import bucket_stream
 from torchrec_stream_ckpt.util.types import LogSpan
@@ -97,7 +97,7 @@ def pieces(objects: Objects, span: LogSpan, sizes: Mapping[int, int]) -> list[Da
 
 
 def _holder(objects: Objects, stream: tuple[int, int], offset: int, sizes: Mapping[int, int]) -> int | None:
-    """Return the beginning of the object that holds an offset within it. Returns None if there is none."""
+    """Return the beginning of the object that holds an offset within it. Returns None if no object holds it."""
     for begin in sorted(sizes):
         for piece in walk(objects, stream, begin, sizes):
             if piece.begin <= offset < piece.end:
@@ -130,29 +130,9 @@ def read_frames(objects: Objects, span: LogSpan, found: list[DataObject]) -> Ite
                         store=objects.url,
                         name=piece.name,
                     )
-                for position, frame in split(data, piece.name, objects.url):
+                where = {"store": objects.url, "name": piece.name}
+                for position, frame in split_frames(data, 0, len(data), f"{len(data)} bytes end", **where):
                     yield begin + position, frame
         finally:
             for _, future in ahead:
                 future.cancel()
-
-
-def split(data: memoryview, name: str, store: str) -> Iterator[tuple[int, memoryview]]:
-    """Yield (position, frame) of the frames that ``data`` consists of.
-
-    Raises:
-        CorruptionError: the end of a frame cannot be determined.
-    """
-    position = 0
-    while position < len(data):
-        try:
-            header = parse_header(data[position : position + HEADER_LEN])
-        except CorruptionError as error:
-            raise CorruptionError(error.message, hint=error.hint, store=store, name=name, offset=position) from None
-        stop = position + HEADER_LEN + header.payload_len
-        if stop > len(data):
-            raise CorruptionError(
-                f"{len(data)} bytes end inside a frame", store=store, name=name, offset=position, **header.place()
-            )
-        yield position, data[position:stop]
-        position = stop
