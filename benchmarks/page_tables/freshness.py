@@ -17,7 +17,7 @@ def quantiles(page: Path, variant: str) -> Table:
     for name, each in result.facts.items():
         if name.endswith(_ALL):
             found.append([name.removesuffix(_ALL), *(three(each[one]) for one in _ONES), f"{each['samples']:,}"])
-    return found
+    return found + [[name, f"not measured: {why}", "", "", ""] for name, why in result.left_out.items()]
 
 
 def paired(page: Path, variant: str) -> Table:

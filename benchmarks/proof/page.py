@@ -26,8 +26,11 @@ from draw import main as draw  # noqa: E402
 from page_tables import results  # noqa: E402
 from pages import written  # noqa: E402
 
-PARTS = {"": "run.py", "terabyte": "terabyte.py", "costs": "costs.py", "ettr": "ettr.py"}
-"""Variant of a result -> what makes it. The last one reads the one before."""
+PARTS = {"": "run.py", "terabyte": "terabyte.py", "costs": "costs.py", "ettr": "ettr.py", "age": "../freshness/run.py"}
+"""Variant of a result -> what makes it. ``ettr.py`` reads the costs."""
+OPTIONS = {"age": ["--part", "age"]}
+QUICK = {"age": ["--log", "file"]}
+"""No broker within two minutes."""
 PICTURE = r"\]\(\.\./benchmarks/proof/results/[^_)]*_[^_)]*{}\.png\)"
 """Link to a picture of the filed result."""
 MORE = re.compile(r"\n[^\n]+\n\n<!-- figures: proof-kills \w+ -->.*?<!-- end -->\n", re.S)
@@ -38,9 +41,9 @@ RESUMED = ("run.py", "costs.py")
 
 def filed(to: Path, variant: str) -> Path:
     """Where a part files its result."""
-    return (
-        to / "proof" / "results" / f"{time.strftime('%Y-%m-%d', time.gmtime())}_here{'_' * bool(variant)}{variant}.json"
-    )
+    case = (ROOT / "benchmarks" / "proof" / PARTS[variant]).resolve().parent.name
+    day = time.strftime("%Y-%m-%d", time.gmtime())
+    return to / case / "results" / f"{day}_here{'_' * bool(variant)}{variant}.json"
 
 
 def run(to: Path, variant: str, quick: bool, more: list[str]) -> bool:
@@ -52,7 +55,7 @@ def run(to: Path, variant: str, quick: bool, more: list[str]) -> bool:
     for old in out.parent.glob(f"*_here{'_' * bool(variant)}{variant}.json"):
         old.unlink()
     call = [sys.executable, str(ROOT / "benchmarks" / "proof" / script), "--out", str(out), *more]
-    call += ["--quick"] * quick
+    call += [*OPTIONS.get(variant, ()), *(["--quick", *QUICK.get(variant, ())] if quick else ())]
     if script in RESUMED:
         call += ["--folder", str(to / f"{script.removesuffix('.py')}-{commit()}")]
     if variant == "ettr":
@@ -88,7 +91,7 @@ def page_of(to: Path, quick: bool) -> Path:
     for variant in ("", "ettr"):
         text = re.sub(PICTURE.format(variant and f"_{variant}"), f"]({_picture(to, variant)})", text)
     docs = os.path.relpath(ROOT / "docs", to)
-    text = re.sub(r"\]\((?!proof/|#)", f"]({docs}/", text)
+    text = re.sub(r"\]\((?!proof/|freshness/|#)", f"]({docs}/", text)
     if quick:
         text = text.replace("\n\n", "\n\n**Made by `make proof` at small sizes: no figure means anything.**\n\n", 1)
     page.write_text(text)

@@ -77,6 +77,8 @@ def test_the_page_has_these_results_and_these_pictures(made: Path) -> None:
     pictures = re.findall(r"!\[[^\]]*\]\(([^)]*)\)", text)
     assert len(pictures) == 2
     assert all((made / each).read_bytes().startswith(b"\x89PNG") for each in pictures)
+    ages = text.split("<!-- figures: freshness age -->")[1].split("<!-- end -->")[0]
+    assert re.findall(r"^\| (file, \w+) \|", ages, re.MULTILINE) == ["file, rows", "file, markers"]
     links = {each.split("#")[0] for each in re.findall(r"\]\(([^)]+)\)", text)} - {""}
     assert [each for each in links if not (made / each).exists()] == []
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.unit.test_pages import ROOT, check_sentences, newest, page  # isort: skip  (makes benchmarks/ importable)
+from tests.unit.test_pages import ROOT, check, check_sentences, newest, page  # isort: skip  (makes benchmarks/ importable)
 from page_tables.proof import MONTH, planned
 
 PAGE = "docs/proof.md"
@@ -124,6 +124,26 @@ def test_the_month_is_that_of_the_command_on_the_page() -> None:
     assert bare < differential
     assert 9 < full / bare < 11
     assert plain > max(full, differential)
+
+
+def test_how_old_a_served_row_is() -> None:
+    result = newest("freshness", "age")
+
+    def p99(name: str) -> float:
+        return float(result.facts[f"{name}: of all rounds, ms"]["p99"])
+
+    said: dict[str, Iterable[float]] = {
+        r"of 100 rows 99 are served within ([\d.]+) ms": [p99("file, rows")],
+        r"\*\* (\d+) ms over Kafka": [p99("kafka, rows")],
+        r"In `markers` mode (\d+) ms, over Kafka ([\d,]+):": [p99("file, markers"), p99("kafka, markers")],
+    }
+    text = " ".join(page(PAGE).split())
+    for pattern, values in said.items():
+        (found,) = re.findall(pattern, text)
+        check([each.replace(",", "") for each in ([found] if isinstance(found, str) else found)], values)
+    goals = [goal["met"] for goal in result.found["goals"] if "age" in goal["what"]]
+    assert goals.count(False) == 3
+    assert len(goals) == 4
 
 
 def test_pictures_are_of_the_newest_results() -> None:
