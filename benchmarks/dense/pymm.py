@@ -197,6 +197,16 @@ class Ours:
             each.fill_(number)
         self.checkpointer.step()
 
+    @torch.no_grad()
+    def put(self, state: Vector) -> None:
+        """Make the first numbers of a state the parameters."""
+        at, numbers = 0, torch.from_numpy(state)
+        for each in self.dense:
+            part = numbers[at : at + each.numel()]
+            each.view(-1)[: len(part)].copy_(part)
+            at += len(part)
+        self.checkpointer.step()
+
     def state(self) -> Vector:
         return torch.cat([each.reshape(-1) for each in self.dense]).numpy()
 

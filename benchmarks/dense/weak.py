@@ -1,16 +1,21 @@
 """DeepFreeze's weak scaling: what checkpoints add to a job whose ranks have the same work each, on more and more ranks.
 
-    python benchmarks/dense/weak.py [--ranks 1 2 3 4] [--megabytes 100] [--rounds 5] [--fsync with without] [--quick]
+    python benchmarks/dense/weak.py [--ranks 1 2 4] [--megabytes 100] [--rounds 3] [--fsync with without] [--quick]
         [--out FILE.json]
 
-Dense layers under DDP, as in ``run.py``, with one batch a rank: ``--steps`` steps, a checkpoint after every ``--every``
-of them. All variants of ``run.py``, and ``none``, twice, whose difference is the noise. Four points for each number of
-ranks, all of the slowest rank; what one checkpoint takes is the mean of a run:
+Dense layers under DDP, as in ``run.py``, with one batch a rank: ``--steps`` iterations, a checkpoint after every
+``--every`` of them, 15 as in the paper. All variants of ``run.py``, and ``none``, twice, whose difference is the noise.
+As in the paper, no rank waits for another one at a checkpoint: in ``torch.save`` and VELOC-Single, rank 0 saves and the
+others go on, until the next all-reduce. Points for each number of ranks:
 
-``run``                  the whole run until the disk has its last checkpoint; less ``none`` it is the runtime overhead
-``durable``              in these runs, how long after it begins the disk has a checkpoint, while training goes on
-``run, without fsync``   the whole run where nobody syncs
-``blocked``              in these runs, how long a checkpoint keeps training from going on
+``blocked``     how long a checkpoint keeps training from going on: the mean of all checkpoints and of all ranks that
+                take them
+``iterations``  the mean duration of the iterations that take a checkpoint and of those right after them; less that of
+                all iterations of ``none`` it is the paper's runtime overhead
+``run``         the whole run until its last checkpoint is complete
+``durable``     how long after it begins the disk has a checkpoint on the slowest rank, while training goes on
+
+``durable`` and ``run`` have everybody's fsync. The others have nobody's, as theirs; so has ``run, without fsync``.
 """
 
 from __future__ import annotations
@@ -24,6 +29,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -49,12 +55,12 @@ from common import (  # noqa: E402
     without_fsync,
 )
 from job import Job, Shape, build, spread  # noqa: E402
-from run import OURS, ROWS, SAVE, SHARDED, SINGLE, slowest  # noqa: E402
+from run import OURS, ROWS, SHARDED, SINGLE, slowest  # noqa: E402
 from veloc import Veloc, sliced  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 
-NONE, AGAIN = "none", "none again"
+NONE, AGAIN, SAVE = "none", "none again", "torch.save"
 WAYS = (SAVE, SINGLE, SHARDED, OURS)
 WAIT_S = 600.0
 
@@ -111,38 +117,62 @@ class Runs:
         self._checkpointer: StreamCheckpointer | None = None
         self._logs = 0
         self.blocked: dict[str, list[float]] = {}
-        """By variant: how long one checkpoint blocks the slowest rank, of each run the mean; of runs without fsync."""
+        """By variant: how long one checkpoint blocks a rank that takes it, of each run the mean."""
         self.durable: dict[str, list[float]] = {}
-        """The same until the disk has it; of runs with fsync."""
+        """How long until the disk of the slowest rank has one, of each run the mean; of runs with fsync."""
+        self.iterations: dict[str, list[float]] = {}
+        """How long iterations take that take a checkpoint, and those right after them; of ``none`` all of them."""
 
     def run(self, variant: str, *, fsync: bool = True) -> float:
         """Seconds of the whole run."""
-        taken = Checkpoints()
+        taken, ends = Checkpoints(), list[float]()
         with contextlib.nullcontext() if fsync else without_fsync(), contextlib.ExitStack() as stack:
             checkpoint = self._checkpoint(variant, taken, stack)
 
             def train() -> None:
+                ends.append(time.perf_counter())
                 for step in range(1, self._args.steps + 1):
                     self._job.train([torch.randint(0, ROWS, (self._args.batch,))], bags=self._args.batch)
                     if self._checkpointer is not None:
                         self._checkpointer.step()
                     if checkpoint is not None and step % self._args.every == 0:
                         taken.take(checkpoint)
+                    ends.append(time.perf_counter())
                 taken.settle()
 
             whole = slowest(train)
         self._checkpointer = None
-        if checkpoint is not None:
-            times, into = (taken.durable, self.durable) if fsync else (taken.blocked, self.blocked)
-            mean = torch.tensor(sum(times) / len(times))
-            dist.all_reduce(mean, dist.ReduceOp.MAX)
-            into.setdefault(variant, []).append(float(mean))
+        self._note(variant, taken, ends, fsync)
         return whole
+
+    def _note(self, variant: str, taken: Checkpoints, ends: list[float], fsync: bool) -> None:
+        """(all ranks) Keep what a run has shown, the same on all ranks."""
+        durations = [end - begin for begin, end in pairwise(ends)]
+        if variant in (NONE, AGAIN):
+            self._keep(self.iterations, variant, durations)
+            return
+        if fsync:
+            slowest_mean = torch.tensor(sum(taken.durable) / max(1, len(taken.durable)))
+            dist.all_reduce(slowest_mean, dist.ReduceOp.MAX)
+            self.durable.setdefault(variant, []).append(float(slowest_mean))
+            return
+        every = self._args.every
+        beside = (each for at in range(every, len(durations) + 1, every) for each in durations[at - 1 : at + 1])
+        self._keep(self.iterations, variant, list(beside))
+        self._keep(self.blocked, variant, taken.blocked)
+
+    def _keep(self, into: dict[str, list[float]], variant: str, values: list[float]) -> None:
+        """(all ranks) Add the mean over all ranks."""
+        sums = torch.tensor([sum(values), float(len(values))], dtype=torch.float64)
+        dist.all_reduce(sums)
+        into.setdefault(variant, []).append(float(sums[0] / sums[1]))
 
     def _checkpoint(
         self, variant: str, taken: Checkpoints, stack: contextlib.ExitStack
     ) -> Callable[[], Future[Any] | None] | None:
         if variant in (NONE, AGAIN):
+            return None
+        if variant in (SAVE, SINGLE) and self._rank > 0:
             return None
         if variant == SAVE:
             return self._save
@@ -157,17 +187,13 @@ class Runs:
         return partial(self._veloc, variant, taken)
 
     def _save(self) -> None:
-        if self._rank == 0:
-            path = self._folder / "dense.pt"
-            torch.save(dict(self._dense), path)
-            synced(path)
-        dist.barrier()
+        path = self._folder / "dense.pt"
+        torch.save(dict(self._dense), path)
+        synced(path)
 
     def _veloc(self, variant: str, taken: Checkpoints) -> Future[Any]:
         taken.settle_last()  # its scratch file is flushed: it may be written again
-        future = self._velocs[variant].checkpoint()
-        dist.barrier()
-        return future
+        return self._velocs[variant].checkpoint()
 
     def close(self) -> None:
         for veloc in self._velocs.values():
@@ -187,8 +213,9 @@ def measure(args: argparse.Namespace, folder: Path, memory: str) -> dict[str, Me
         whole = dict(zip(("run", "run" + UNSYNCED), found.split(UNSYNCED), strict=True))
         nothing = {name: found.times[name] for name in (NONE, AGAIN)}
         points = {point: Measured(nothing | each.times) for point, each in whole.items() if OURS in each.times}
-        for point, times in (("durable", runs.durable), ("blocked", runs.blocked)):
-            if times:
+        of_runs = {"durable": runs.durable, "blocked": runs.blocked, "iterations": runs.iterations}
+        for point, times in of_runs.items():
+            if OURS in times:
                 points[point] = Measured({name: each[warm_up:] for name, each in times.items()})
         return points
 
@@ -205,12 +232,12 @@ def room(args: argparse.Namespace, ranks: int) -> Room:
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=5)
-    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 3, 4])
-    for name, default in (("megabytes", 100), ("steps", 20), ("every", 5), ("batch", 64)):
+    parser = arguments(__doc__, rounds=3)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4])
+    for name, default in (("megabytes", 100), ("steps", 46), ("every", 15), ("batch", 64)):
         parser.add_argument(f"--{name}", type=at_least(1), default=default)
     add_fsync(parser)
-    args = parse(parser, megabytes=2, steps=4, every=2, rounds=1, ranks=[1, 2])
+    args = parse(parser, megabytes=2, steps=5, every=2, rounds=1, ranks=[1, 2])
     if args.every > args.steps:
         parser.error(f"--every {args.every}: a run of --steps {args.steps} has no checkpoint: make it at most that")
     report = Report("dense", args, script="weak.py")
@@ -222,7 +249,7 @@ def main() -> None:
             if point.startswith("run"):
                 report.add(f"{name}, {point}", measured, NONE, unit="s", scale=1)
             else:
-                report.add(f"{name}, {point}", measured, SAVE)
+                report.add(f"{name}, {point}", measured, NONE if point == "iterations" else SAVE)
     report.finish()
 
 
