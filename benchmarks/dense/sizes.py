@@ -30,7 +30,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import Measured, Report, Room, arguments, at_least, parse, scratch, synced, take_turns, with_room  # noqa: E402
 from job import join_group  # noqa: E402
-from pymm import OURS, WAIT_S, WAYS, Ours, Vector  # noqa: E402
+from pymm import OURS, WAIT_S, WAYS, Ours  # noqa: E402
 
 COMPRESSED, BASE = "np.savez_compressed", "np.save"
 WRITTEN = ": written"

@@ -1,7 +1,7 @@
 """SCR-Exa's question: what checkpoints add to a job on more and more ranks, with the node's own tier and without it.
 
-    python benchmarks/tiers/ranks.py [--ranks 1 2 4] [--far file] [--outer-every 1] [--rounds 5] [--logs-only] [--quick]
-        [--fsync with without] [--out FILE.json]
+    python benchmarks/tiers/ranks.py [--ranks 1 2 4] [--far file] [--outer-every 1] [--drain-every 1] [--rounds 5]
+        [--logs-only] [--quick] [--fsync with without] [--out FILE.json]
 
 A run is ``--steps`` steps with a checkpoint every ``--every``, and is over when its last checkpoint is durable:
 
@@ -11,6 +11,9 @@ A run is ``--steps`` steps with a checkpoint every ``--every``, and is over when
 ``near, far``    ours: a folder of the node, and the far place, to which a relay beside training copies every
                  ``--outer-every``-th marker (SCR-Exa's talk: every 10th); durable is the near one, and the relay has
                  ended before the next run begins
+
+Ours drains rows every ``--drain-every`` steps: with the steps of a checkpoint it sends each changed row once for each
+checkpoint, as the others save it.
 
 The far place is a broker on loopback, or a folder (``--far file``). In the point ``N ranks`` everybody syncs, a broker
 before it acknowledges. In ``N ranks, without fsync`` nobody does that a clock waits for; the relay copies into a far
@@ -121,6 +124,7 @@ class Runs:
             uri=(f"file://{folder}/near", far) if variant == BOTH else far,
             store=str(folder / "store"),
             marker_every=self._args.every,
+            drain_every=self._args.drain_every,
             outer_every=self._args.outer_every if variant == BOTH else 1,
             head=None,
         )
@@ -198,7 +202,8 @@ def main() -> None:
     parser = arguments(__doc__, rounds=5)
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4])
     parser.add_argument("--far", choices=("kafka", "file"), default="kafka")
-    sizes = {"tables": 4, "rows": 200_000, "dim": 64, "batch": 2048, "steps": 60, "every": 10, "outer-every": 1}
+    sizes = {"tables": 4, "rows": 200_000, "dim": 64, "batch": 2048, "steps": 60, "every": 10}
+    sizes |= {"outer-every": 1, "drain-every": 1}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=at_least(1), default=default)
     parser.add_argument("--logs-only", action="store_true", help="compare the training logs; nothing is timed")
@@ -210,6 +215,7 @@ def main() -> None:
         "steps a checkpoint": args.every,
         "far": args.far,
         "markers a far one": args.outer_every,
+        "steps a drain": args.drain_every,
     }
     rooms = {named(ranks): room(args, ranks) for ranks in args.ranks}
     worlds = with_room(report, rooms)
