@@ -147,7 +147,7 @@ wheels: $(STAMP) ## Build the pure wheel and the manylinux one, with the kernel,
 	@rm dist/*-linux_*.whl && ls dist/*.whl
 
 # What cases file by more than one program: "make bench" runs it all, BENCH=dense run.py alone, BENCH=dense/weak that one.
-BENCH_MORE := dense/weak dense/pymm thesis/parts tiers/ranks recovery/counts recovery/figures proof/costs proof/terabyte
+BENCH_MORE := dense/weak dense/pymm dense/sizes thesis/parts tiers/ranks tiers/restarts recovery/counts recovery/figures proof/costs proof/terabyte
 BENCH_SCRIPTS = $(if $(findstring /,$(BENCH)),benchmarks/$(BENCH).py,benchmarks/$(BENCH)/run.py \
   $(if $(filter *,$(BENCH)),$(BENCH_MORE:%=benchmarks/%.py)))
 

@@ -1,24 +1,19 @@
 """PyMM's table II: a state saved again and again by pickle, numpy and a memory map, in one file and in two, and ours.
 
-    python benchmarks/dense/pymm.py [--megabytes 64] [--kills 20] [--crashes-only] [--rounds 7] [--fsync with without]
-        [--quick] [--out FILE.json]
+    python benchmarks/dense/pymm.py [--megabytes 16] [--kills 20] [--quick] [--out FILE.json]
 
 A state is one vector of float32, as KMeans' centers are. *One file* is written over; of *two files* the older one is,
 and a restart takes the newer one that it can read. *Last complete*: a third file names the one that was saved last, and
 is replaced once all of it is there, as PyMM does by an integer; a restart reads that one. Nothing here is persistent
 memory: a memory map is one of a file on the disk, with ``msync``. ``ours`` is a job of one rank whose dense state is
-the vector; a checkpoint is a marker.
+the vector; a checkpoint is a marker. ``sizes.py`` times them.
 
-*Crashes* need no clock: a process saves without a pause and is killed (SIGKILL) at a random moment, ``--kills`` times a
-way. Then the state is read. In each state all numbers are the same, so a mixture of two is seen:
+No clock is needed: a process saves without a pause and is killed (SIGKILL) at a random moment, ``--kills`` times a way.
+Then the state is read. In each state all numbers are the same, so a mixture of two is seen:
 
 ``right``    a state that was saved whole
 ``refused``  nothing that can be read: the job has lost its state
 ``wrong``    parts of two states, without an error
-
-*Times* are those of one save. Point ``a save, durable``: until the disk has it (``fsync``, ``msync``, a commit). Point
-``a save``: until the call returns, and a marker until its commit, where nobody syncs; for ours also how long it blocks
-training.
 """
 
 from __future__ import annotations
@@ -32,8 +27,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,22 +39,15 @@ import numpy.typing as npt  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from common import (  # noqa: E402
-    DURABLE,
-    WITH_FSYNC,
     Report,
     Room,
-    add_fsync,
-    arguments,
     at_least,
     fresh_processes,
     parse,
     scratch,
     synced,
-    take_turns,
     tell,
-    timed,
     with_room,
-    without_fsync,
 )
 from job import Shape, build, join_group  # noqa: E402
 
@@ -68,7 +55,7 @@ from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 
 Vector = npt.NDArray[np.float32]
 OURS = "ours, a marker"
-CRASHES, TIMES = "crashes", "a save"
+CRASHES = "crashes"
 WAIT_S = 300.0
 
 
@@ -243,51 +230,9 @@ def marked_and_killed(size: int, kills: int, chance: random.Random) -> dict[str,
     return found
 
 
-def times(args: argparse.Namespace, report: Report, size: int) -> None:
-    with scratch("dense") as folder, ExitStack() as stack:
-        states = [np.full(size, number, np.float32) for number in (1, 2)]
-        ours, saves = Ours(folder, size, stack), [0]
-
-        def saved(saver: Saver) -> float:
-            saves[0] += 1
-            return timed(lambda: saver.save(states[saves[0] % 2]))
-
-        def marked(*, fsync: bool, blocked: bool = False) -> float:
-            saves[0] += 1
-            ours.change(saves[0])
-            futures: list[Any] = []
-            with nullcontext() if fsync else without_fsync():
-                taken = timed(lambda: futures.append(ours.checkpointer.mark()))
-                rest = timed(lambda: futures[0].result(WAIT_S))
-            return taken if blocked else taken + rest
-
-        variants: dict[str, Callable[[], float]] = {}
-        for fsync in (mode == WITH_FSYNC for mode in args.fsync):
-            ending = DURABLE if fsync else ""
-            for way in WAYS:
-                for number, what in enumerate(FILES):
-                    own = folder / f"{way}-{number}{ending}"
-                    own.mkdir()
-                    variants[f"{way}, {what}{ending}"] = partial(saved, Saver(way, what, own, size, fsync=fsync))
-            variants[OURS + ending] = partial(marked, fsync=fsync)
-            if not fsync:
-                variants[f"{OURS}: blocked"] = partial(marked, fsync=fsync, blocked=True)
-        found = take_turns(variants, args.rounds, 0 if args.quick else 2)
-        for point, measured in zip((TIMES, TIMES + DURABLE), found.split(DURABLE), strict=True):
-            if measured.times:
-                report.add(point, measured, "pickle, one file")
-
-
-def rooms(args: argparse.Namespace, size: int) -> dict[str, Room]:
-    """Of what is asked for. A job that is killed has marked for a fifth of a second or a little longer."""
-    saves = len(args.fsync) * (9 + 2 * (args.rounds + 2))
-    found = {
-        CRASHES: Room("a state in a job and in one that is killed, and its markers", (3 << 29) + 40 * size, 80 * size),
-        TIMES: Room("a state, its copies and files, a marker a round", (1 << 30) + 32 * size, (4 + 4 * saves) * size),
-    }
-    if args.crashes_only:
-        del found[TIMES]
-    return found
+def room(size: int) -> Room:
+    """A job that is killed has marked for a fifth of a second or a little longer."""
+    return Room("a state in a job and in one that is killed, and its markers", (3 << 29) + 40 * size, 80 * size)
 
 
 def crash(args: argparse.Namespace, folder: Path, size: int) -> dict[str, dict[str, int]]:
@@ -303,24 +248,17 @@ def crash(args: argparse.Namespace, folder: Path, size: int) -> dict[str, dict[s
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=7)
-    parser.add_argument("--megabytes", type=at_least(1), default=64)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=at_least(1), default=16)
     parser.add_argument("--kills", type=at_least(1), default=20, help="of each way")
-    parser.add_argument("--crashes-only", action="store_true", help="nothing is timed")
-    add_fsync(parser)
-    args = parse(parser, megabytes=4, kills=1, rounds=1)
+    parser.add_argument("--out", type=Path, help="file the result as JSON")
+    args = parse(parser, megabytes=4, kills=1)
     torch.set_num_threads(1)
     report = Report("dense", args, script="pymm.py")
     size = args.megabytes * 1_000_000 // 4
-    rows = with_room(report, rooms(args, size))
-    with scratch("dense") as folder:
-        if CRASHES in rows:
+    if with_room(report, {CRASHES: room(size)}):
+        with scratch("dense") as folder:
             report.facts[CRASHES] = crash(args, folder, size)
-        if TIMES in rows:
-            if not dist.is_initialized():
-                join_group(folder, 0, 1)
-            times(args, report, size)
-        if dist.is_initialized():
             dist.destroy_process_group()
     report.finish()
 

@@ -46,6 +46,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "proof-spent": proof.spent,
     "proof-terabyte": proof.terabyte,
     "proof-terabyte-store": proof.terabyte_store,
+    "restarts": papers.restarts,
     "results": cases.results,
     "scale-check": scale.check,
     "scale-clusters": scale.clusters,
@@ -58,4 +59,5 @@ TABLES: dict[str, Callable[..., Table]] = {
     "thesis-quoted-saves": quoted.thesis_saves,
     "thesis-recoveries": thesis.recoveries,
     "thesis-runs": thesis.runs,
+    "weak-scaling": papers.weak_scaling,
 }

@@ -26,12 +26,13 @@ def points(page: Path, case: str, variant: str = "") -> Table:
     return found
 
 
-def across(page: Path, case: str, variant: str = "") -> Table:
+def across(page: Path, case: str, *variants: str) -> Table:
     """One row a point, one column a variant: median; times as fast as the point's baseline (range)."""
-    result = newest(case, variant)
-    names = list(dict.fromkeys(name for point in result.points() for name in point.variants))
-    found = [[result.said(page), *map(code, names)]]
-    for point in result.points():
+    results = [newest(case, variant) for variant in variants or ("",)]
+    points = [point for result in results for point in result.points()]
+    names = list(dict.fromkeys(name for point in points for name in point.variants))
+    found = [["; ".join(result.said(page) for result in results), *map(code, names)]]
+    for point in points:
         cells = []
         for name in names:
             row = point.variants.get(name)

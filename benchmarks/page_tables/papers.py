@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -136,3 +137,63 @@ def crashes(page: Path) -> Table:
     kills = sum(next(iter(outcomes.values())).values())
     found = [[f"{kills} kills each ({result.date})", "right", "refused", "wrong"]]
     return [*found, *([way, *(str(row[x]) for x in ("right", "refused", "wrong"))] for way, row in outcomes.items())]
+
+
+def weak_scaling(page: Path, *variants: str) -> Table:
+    """Return DeepFreeze's metrics of each way to save, of one result for each number of ranks.
+
+    The runtime overhead is the duration of iterations that take a checkpoint or follow one, less that of an iteration
+    without checkpoints in the same round.
+    """
+    heads = "; ".join(newest("dense", variant).said(page) for variant in variants)
+    names = ["blocked, ms", "times less than `torch.save`", "runtime overhead, ms an iteration", "whole run, s"]
+    found = [[heads, *names]]
+    for variant in variants:
+        result = newest("dense", variant)
+        (ranks,) = {point.name.removesuffix(", blocked") for point in result.points() if "blocked" in point.name}
+        blocked, run = result.point(f"{ranks}, blocked"), result.point(f"{ranks}, run, without fsync")
+        for name in run.variants:
+            cells = ["-", "-"]
+            if name in blocked.variants:
+                times = "baseline" if name == blocked.baseline else _ranged(blocked.ratios(blocked.baseline, name))
+                cells = [blocked.taken(name).replace(" ms", ""), times]
+            more = _ranged(overhead(variant, name)) if name != run.baseline else "baseline"
+            found.append(
+                [
+                    f"{ranks.removeprefix('weak scaling, ')}: {code(name)}",
+                    *cells,
+                    more,
+                    run.taken(name).replace(" s ", " "),
+                ]
+            )
+    return found
+
+
+def overhead(variant: str, way: str) -> list[float]:
+    """DeepFreeze's runtime overhead of a way to save: milliseconds an iteration, its median and its ends."""
+    result = newest("dense", variant)
+    (point,) = (each for each in result.points() if each.name.endswith(", iterations"))
+    pairs = zip(point.variants[point.baseline]["rounds"], point.variants[way]["rounds"], strict=True)
+    found = [own - bare for bare, own in pairs]
+    return [statistics.median(found), min(found), max(found)]
+
+
+def _ranged(values: list[float]) -> str:
+    middle, least, most = map(three, values)
+    return f"{middle} ({least} to {most})"
+
+
+def restarts(page: Path, *variants: str) -> Table:
+    """Return what each failure of SCR-Exa's restarts cost, by way to go on."""
+    heads = "; ".join(newest("tiers", variant).said(page) for variant in variants)
+    names = ["failures survived", "s to the next step", "s until restored", "steps made again", "losses that differ"]
+    found = [[heads, *names, "tensors that differ"]]
+    for variant in variants:
+        result = newest("tiers", variant)
+        to_step, restored = (result.point(name) for name in ("to the next step", "until restored"))
+        for name in to_step.variants:
+            row = result.facts[name]
+            times = [each.taken(name).replace(" s ", " ") for each in (to_step, restored)]
+            counts = [f"{row[f'{what} that differ']} of {row[f'{what} compared']:,}" for what in ("losses", "tensors")]
+            found.append([code(name), str(row["failures"]), *times, str(row["steps made again"]), *counts])
+    return found

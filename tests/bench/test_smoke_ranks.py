@@ -12,6 +12,7 @@ from tests.bench.smoke import ROOT, measured, run
 from tests.forks import run_script
 
 WAYS = ("pickle", "np.save", "np.memmap")
+NEW_NODES = ("a new node", "standing by")
 
 
 def test_dense_state_of_two_ranks(tmp_path: Path) -> None:
@@ -23,13 +24,14 @@ def test_dense_state_of_two_ranks(tmp_path: Path) -> None:
 
 def test_weak_scaling_of_two_ranks(tmp_path: Path) -> None:
     report = run("dense/weak.py", "--quick --ranks 2", tmp_path)
-    ways = {"torch.save, barrier", "VELOC-Single", "VELOC-Sharded", "ours"}
+    ways = {"torch.save", "VELOC-Single", "VELOC-Sharded", "ours"}
     name, runs = "weak scaling, 2 MB, 2 ranks", {"none", "none again", *ways}
     assert measured(report) == {
         f"{name}, run": runs,
         f"{name}, durable": ways,
         f"{name}, run, without fsync": runs,
         f"{name}, blocked": ways,
+        f"{name}, iterations": runs,
     }
 
 
@@ -41,7 +43,7 @@ def test_one_rank_saves_a_parameter_and_its_states(tmp_path: Path) -> None:
     assert all(1 <= each["as dealt"] <= 2 for each in shares.values())
 
 
-def test_killed_savers_and_their_times(tmp_path: Path) -> None:
+def test_killed_savers(tmp_path: Path) -> None:
     report = run("dense/pymm.py", "--quick", tmp_path)
     ways = {f"{way}, {files} file" + "s" * (files == "two") for way in WAYS for files in ("one", "two")}
     crashes = report["facts"]["crashes"]
@@ -50,10 +52,29 @@ def test_killed_savers_and_their_times(tmp_path: Path) -> None:
     assert all(sum(each.values()) == 1 for each in crashes.values())
     assert crashes["ours, a marker"]["right"] == crashes["pickle, two files"]["right"] == 1
     assert crashes["np.memmap, two files, last complete"]["right"] == 1
-    assert measured(report) == {
-        "a save": {*ways, *last, "ours, a marker", "ours, a marker: blocked"},
-        "a save, durable": {*ways, *last, "ours, a marker"},
-    }
+
+
+def test_saves_by_size_and_again_and_again(tmp_path: Path) -> None:
+    report = run("dense/sizes.py", "--quick", tmp_path)
+    ways = {*WAYS, "ours, a marker"}
+    sizes = {"4 MB", "4 MB: written"}
+    assert measured(report) == {**{key: {*ways, "np.savez_compressed"} for key in sizes}, "4 MB, 2 saves": ways}
+    written, durable = (report["points"][name]["variants"] for name in ("4 MB: written", "4 MB"))
+    assert all(written[way]["median"] <= durable[way]["median"] for way in durable)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("part", "ways"), [("cold", ("torch.save", "the same node")), ("hot", NEW_NODES)])
+def test_a_job_outlives_four_failures(part: str, ways: tuple[str, ...], tmp_path: Path) -> None:
+    """On the same node, on a new one without the near tier, and with spares that stand by."""
+    report = run("tiers/restarts.py", f"--quick --part {part}", tmp_path)
+    assert measured(report, rounds=4) == {key: set(ways) for key in ("to the next step", "until restored")}
+    for way in ways:
+        found = report["facts"][way]
+        assert found["failures"] == 4
+        assert found["losses that differ"] == found["tensors that differ"] == 0
+        assert found["losses compared"] == 2 * (82 + found["steps made again"])
+        assert found["tensors compared"] > 2 * 2
 
 
 @pytest.mark.slow
@@ -79,7 +100,8 @@ def test_training_logs_are_the_same_bytes_with_and_without_checkpoints(tmp_path:
 
 ROOMLESS = {
     "dense/weak.py --ranks 1 --megabytes 100000000": ["weak scaling, 100000000 MB, 1 rank"],
-    "dense/pymm.py --megabytes 100000000": ["crashes", "a save"],
+    "dense/pymm.py --megabytes 100000000": ["crashes"],
+    "dense/sizes.py --megabytes 100000000 --repeated 90000000": ["100000000 MB", "90000000 MB, 2 saves"],
     "thesis/parts.py --ids 1000000000000 --tables 4.1": ["table 4.1"],
     "tiers/ranks.py --rows 100000000000 --ranks 1": ["1 rank"],
 }

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from tests.unit.test_pages import ROOT, check, check_sentences, kaggle, newest, numbers, page
+from tests.unit.test_pages import ROOT, Point, check, check_sentences, kaggle, newest, numbers, page
 
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "papers").glob("*.md"))
 INCRCP = "docs/papers/incrcp.md"
@@ -92,24 +92,72 @@ def test_training_logs_are_the_same_bytes() -> None:
     assert "the same bytes on 1, 2 and 4 ranks" in page("docs/papers/scr_exa.md")
 
 
+def more(point: Point, way: str) -> float:
+    """Per cent that a way to save adds to a run without checkpoints."""
+    return 100 * (1 / point.variants[way]["ratio"] - 1)
+
+
 def test_what_checkpoints_add_over_ranks() -> None:
     result, name = newest("tiers", "ranks"), "docs/papers/scr_exa.md"
-    one, two = (result.point(ranks) for ranks in ("1 rank", "2 ranks"))
+    two = result.point("2 ranks")
     longer = [1 / two.variants[way]["ratio"] for way in ("torch.save", "far", "near, far")]
-    steps, every = result.facts["steps"], result.facts["steps a checkpoint"]
-    bare = [point.median("none") / steps for point in (one, two)]
     said: dict[str, Iterable[float]] = {
-        r"(\d+) steps of (\d+) ms on one rank and (\d+) on two": [steps, *(1e3 * each for each in bare)],
-        r"takes ([\d.]+) times as long as a run .* ours ([\d.]+) times with .* and ([\d.]+) with both": longer,
-        r"(\d+)% are added with a checkpoint every ([\d.]+) s on one rank, (\d+)% every ([\d.]+) s on two": [
-            100 * (1 / one.variants["near, far"]["ratio"] - 1),
-            bare[0] * every,
-            100 * (longer[-1] - 1),
-            bare[1] * every,
+        r"each of (\d+) steps drained, a checkpoint every (\d+)\.": [
+            result.facts["steps"],
+            result.facts["steps a checkpoint"],
         ],
+        r"takes ([\d.]+) times as long as a run .* ours ([\d.]+) times with .* and ([\d.]+) with both": longer,
     }
     check_sentences(name, said)
     assert two.median("torch.save") < two.median("near, far")  # the page says so
+
+
+def test_what_checkpoints_of_epochs_add() -> None:
+    results = [newest("tiers", f"epochs-{ranks}") for ranks in ("1-rank", "2-ranks")]
+    points = [result.point(ranks) for result, ranks in zip(results, ("1 rank", "2 ranks"), strict=True)]
+    both, far, saved = ([more(point, way) for point in points] for way in ("near, far", "far", "torch.save"))
+    (steps,), (every,) = ({result.facts[key] for result in results} for key in ("steps", "steps a checkpoint"))
+    bare = [point.median("none") / steps for point in points]
+    said: dict[str, Iterable[float]] = {
+        r"cadence ours adds (\d+)% on one rank and (\d+)% on two, `torch.save` (\d+)% and (\d+)%": [*both, *saved],
+        r"Both tiers add (\d+)% and (\d+)%, the far log alone (\d+)% and (\d+)%, `torch.save` (\d+)% and (\d+)%": [
+            *both,
+            *far,
+            *saved,
+        ],
+        r"ours have ([\d.]+) and ([\d.]+) s": [every * each for each in bare],
+        r"An epoch has (\d+) steps of ([\d.]+) ms on one rank and (\d+) on two": [
+            every,
+            *(1e3 * each for each in bare),
+        ],
+    }
+    check_sentences("docs/papers/scr_exa.md", said)
+    for result in results:
+        facts = result.facts
+        assert steps == 10 * every
+        assert (facts["markers a far one"], facts["steps a drain"], facts["far"]) == (10, every, "file")
+        assert all(facts[key] for key in facts if key.endswith("are the same bytes"))
+
+
+def test_what_four_failures_cost() -> None:
+    cold, hot = (newest("tiers", f"restarts-{part}") for part in ("cold", "hot"))
+    to_step, back = hot.point("to the next step"), cold.point("until restored")
+    said: dict[str, Iterable[float]] = {
+        r"goes on after ([\d.]+) s, where a new node takes ([\d.]+)\.": [
+            to_step.median(way) for way in ("standing by", "a new node")
+        ],
+        r"takes ([\d.]+) s from the near tier, `torch.load` ([\d.]+) s": [
+            back.median(way) for way in ("the same node", "torch.save")
+        ],
+        r"two ranks and (\d+) epochs of (\d+) steps": [hot.facts["epochs"], hot.facts["steps an epoch"]],
+    }
+    check_sentences("docs/papers/scr_exa.md", said)
+    for result in (cold, hot):
+        for way in result.point("to the next step").variants:
+            row = result.facts[way]
+            assert row["failures"] == len(result.point("to the next step").variants[way]["rounds"]) == 4
+            assert row["losses that differ"] == row["tensors that differ"] == 0
+            assert row["steps made again"] == 4 * result.facts["steps an epoch"] // 2
 
 
 @pytest.mark.parametrize("name", PAGES)
