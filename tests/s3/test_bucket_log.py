@@ -225,6 +225,101 @@ def test_a_process_that_was_away_never_writes_among_deleted_records(place: Place
     zombie.close()
 
 
+def test_a_put_counts_only_once_the_base_was_seen(place: Place, log: Log, proxy: FaultyProxy) -> None:
+    """Neither as appended nor as not appended: a caller may not believe in it, and may not call the marker failed."""
+    for number in (1, 2):
+        log.append_control(control_record(number))
+    proxy.harm("list", "slow down")
+    with pytest.raises(CommitUnknownError, match="unknown whether a control record arrived"):
+        log.append_control(control_record(3))
+    proxy.heal()
+    assert list(log.read_control(2)) == [(2, control_record(3))]
+
+
+def test_a_taken_name_that_cannot_be_read_is_unknown(place: Place, log: Log, proxy: FaultyProxy) -> None:
+    """The first try of the client may have put it, and only the answer was lost."""
+    other = place.open()
+    list(other.read_control())
+    other.append_control(control_record(1))
+    log.append_control(control_record(2))
+    proxy.harm("get", "slow down")
+    with pytest.raises(CommitUnknownError, match="unknown whether a control record arrived"):
+        other.append_control(control_record(3))
+    other.close()
+
+
+@pytest.mark.parametrize("fault", ["list", "put"])
+def test_a_put_among_deleted_records_is_never_read(place: Place, log: Log, proxy: FaultyProxy, fault: str) -> None:
+    """Its writer learned nothing: the bucket fell silent after the put, or the put arrived late."""
+    zombie, reader = place.open(), place.open()
+    for number in (1, 2):
+        zombie.append_control(control_record(number))
+    list(reader.read_control())
+    for number in range(3, 12):
+        log.append_control(control_record(number))
+    log.prune_control(8)
+    late = control_record(99)
+    if fault == "list":
+        proxy.harm("list", "slow down")
+        with pytest.raises(CommitUnknownError):
+            zombie.append_control(late)
+        proxy.heal()
+    else:
+        (place.folder / control_objects.record_name(2)).write_bytes(late)
+    assert (place.folder / control_objects.record_name(2)).read_bytes() == late
+    for each in (zombie, reader):
+        with pytest.raises(PrunedError, match="begin at 8, not at 2"):
+            list(each.read_control(2))
+        assert [number for number, _ in each.read_control(8)] == [8, 9, 10]
+        each.close()
+
+
+def test_records_among_deleted_ones_are_not_known_to_the_next_append(place: Place, log: Log) -> None:
+    zombie = place.open()
+    for number in (1, 2):
+        zombie.append_control(control_record(number))
+    for number in range(3, 7):
+        log.append_control(control_record(number))
+    log.prune_control(3)
+    (place.folder / control_objects.record_name(2)).write_bytes(control_record(99))  # left by another zombie
+    assert zombie.append_control(control_record(7)) == 6
+    with pytest.raises(PrunedError):
+        list(zombie.read_control(2))
+    assert list(zombie.read_control(3)) == list(log.read_control(3))
+    zombie.close()
+
+
+def test_a_pack_holds_no_record_that_was_put_among_deleted_ones(
+    place: Place, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control_objects, "BLOCK", 8)
+    for number in range(12):
+        log.append_control(control_record(number + 1))
+    log.prune_control(11)
+    for number in (8, 9, 10):
+        (place.folder / control_objects.record_name(number)).write_bytes(control_record(99))
+    other = place.open()
+    for number in range(12, 16):
+        assert other.append_control(control_record(number + 1)) == number
+    assert not (place.folder / "packs" / f"{8:020d}").exists()
+    other.close()
+
+
+def test_a_hole_at_the_place_of_a_process_is_named_and_not_filled(place: Place, log: Log) -> None:
+    for number in range(1, 4):
+        log.append_control(control_record(number))
+    assert list(log.read_control(3)) == []
+    other = place.open()
+    for number in (4, 5):
+        other.append_control(control_record(number))
+    (place.folder / control_objects.record_name(3)).unlink()
+    for use in (lambda: list(log.read_control(3)), lambda: log.append_control(control_record(99))):
+        with pytest.raises(CorruptionError, match="control record 3 is missing, but record 4 exists"):
+            use()
+    assert not (place.folder / control_objects.record_name(3)).exists()
+    other.close()
+
+
 def test_a_zombie_is_fenced_although_the_control_records_were_shortened(place: Place) -> None:
     owner = place.open()
     owner.prepare(2)

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import count
+from typing import NoReturn
 
 from torchrec_stream_ckpt.errors import (
     CommitUnknownError,
@@ -60,49 +62,48 @@ class ControlObjects:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self._lock = threading.Lock()
-        self._worker = Worker("stream-ckpt-control")
+        self._workers = Worker("stream-ckpt-control-0"), Worker("stream-ckpt-control-1")
         self._known: dict[int, bytes] = {}
-        """Newest records that this object has read or written. A record never changes."""
+        """Newest records that this object has read or written, and that counted then. A record never changes."""
         self._end = 0
         """Number of the next record, as far as it is known."""
 
     def append(self, record: bytes, *, garbage: bool = False) -> int:
         """Append one record; see :meth:`Log.append_control`."""
-        # The number after the newest record that was read. If it is taken, the loop goes on behind it.
-        number = self._end if self._known else self._find_end(garbage=garbage)
+        # The number after the newest record that was read. If it is taken, the loop goes on after the records there.
+        number = self._end if self._known else self._read_on(garbage=garbage)
         while True:
             try:
                 is_new = self._objects.create(record_name(number), [record])
+                found = record if is_new else self._read(number)
             except StoreUnavailableError as error:
                 found = self._after_silence(number, error)
-            else:
-                found = record if is_new else self._read(number)
             if found is None:  # it was deleted, or is not shown yet
                 raise CommitUnknownError(
                     "the bucket reports that the number of a control record is taken, but shows no such record",
                     hint="try again",
                     name=record_name(number),
                 )
-            self._note(number, found)
-            if found == record:  # also if the answer to an earlier try was lost
-                if self.base() > number:
-                    number = self._leave_hole(number, garbage=garbage)
-                    continue
+            if found != record:
+                number = self._read_on(garbage=garbage)
+            elif self._is_deleted(number):  # equal also if the answer to an earlier try was lost
+                number = self._leave_hole(number, garbage=garbage)
+            else:
+                self._note(number, record)
                 if number % BLOCK == BLOCK - 1:
                     self._pack(number - BLOCK + 1)
                 return number
-            self._checked(number, found, garbage=garbage)
-            number += 1
 
     def _leave_hole(self, number: int, *, garbage: bool) -> int:
         """Undo a put among records that were deleted while this process was away, and return the number of the end.
 
-        Their names are free again, so the put succeeded. A reader looks for the base first, and never sees it. A base
-        is written before the first record is deleted, so every such put is found.
+        Their names are free again, so the put succeeded. A base is written before the first record is deleted, so every
+        such put is found. No reader takes it for a record, because each looks for the base after it has read.
         """
-        self._objects.delete(record_name(number))
+        with of_log("cannot undo a put among deleted control records"):
+            self._objects.delete(record_name(number))
         self._forget()
-        return self._find_end(garbage=garbage)
+        return self._read_on(garbage=garbage)
 
     def _after_silence(self, number: int, error: StoreUnavailableError) -> bytes | None:
         """Return the record that exists after a put without an answer.
@@ -113,9 +114,18 @@ class ControlObjects:
         with suppress(StoreUnavailableError):
             if (found := self._read(number)) is not None:
                 return found
-        raise CommitUnknownError(
-            f"it is unknown whether a control record arrived: {error.message}", hint=error.hint, **error.where
-        ) from None
+        raise _unknown(error) from None
+
+    def _is_deleted(self, number: int) -> bool:
+        """Return whether a record that was just put is among deleted ones, so that it does not count.
+
+        Raises:
+            CommitUnknownError: the bucket does not answer.
+        """
+        try:
+            return self.base() > number
+        except LogUnavailableError as error:
+            raise _unknown(error) from None
 
     def number_after(self, number: int) -> int:
         """Return the number of the next record, by asking for those after ``number``. -1: after the known ones."""
@@ -124,15 +134,20 @@ class ControlObjects:
             number += 1
         return number
 
-    def _find_end(self, *, garbage: bool) -> int:
-        """Return the number after the newest record.
+    def _read_on(self, *, garbage: bool) -> int:
+        """Read the newer records, and return the number after the newest one.
 
         Raises:
             LogUnavailableError: the bucket does not answer, or a record that was read before is gone.
         """
-        for _ in self.read(self.base(), garbage=garbage):
-            pass
-        return self._end
+        while True:
+            try:
+                for _ in self.read(self._end if self._known else self.base(), garbage=garbage):
+                    pass
+            except PrunedError:  # others were deleted meanwhile
+                self._forget()
+            else:
+                return self._end
 
     def read(self, start: int = 0, *, garbage: bool = False) -> Iterator[tuple[int, bytes]]:
         """Yield (number, record) from ``start`` on; see :meth:`Log.read_control`."""
@@ -141,26 +156,55 @@ class ControlObjects:
             for number, record in self._in_blocks(start):
                 yield number, self._checked(number, record, garbage=garbage)
                 number += 1
-            at_rest = self._worker.submit(self._has_previous, start) if number == start else None
-            while (found := self._read(number)) is not None:
-                self._note(number, found)
-                yield number, self._checked(number, found, garbage=garbage)
-                number += 1
-            with self._lock:
-                self._end = max(self._end, number)
-            if number == start and at_rest is not None and not at_rest.result():
-                self._check_begin(start)
+            for newer, record in self._newer(number, nothing_read=number == start):
+                yield newer, self._checked(newer, record, garbage=garbage)
+
+    def _newer(self, begin: int, *, nothing_read: bool) -> list[tuple[int, bytes]]:
+        """Return (number, record) from ``begin`` on, and ask for each by its name.
+
+        Raises as :meth:`_check_not_deleted` and :meth:`_report_gap`.
+        """
+        found: list[tuple[int, bytes]] = []
+        before = self._workers[0].submit(self._has_previous, begin) if nothing_read else None
+        for number in count(begin):
+            after = self._workers[1].submit(self._objects.size, record_name(number + 1))
+            record = self._read(number)
+            if record is None and after.result() is not None:
+                record = self._read(number)  # both may have been created since
+                if record is None:
+                    self._report_gap(number, number + 1)
+            if record is None:
+                break
+            found.append((number, record))
+        if found:
+            self._check_not_deleted(begin)
+        elif before is not None and not before.result():
+            self._check_begin(begin)
+        for number, record in found:
+            self._note(number, record)
+        with self._lock:
+            self._end = max(self._end, begin + len(found))
+        return found
 
     def _has_previous(self, number: int) -> bool:
         """(during the read of ``number``) Return whether the record before exists. True for the first record."""
         return not number or self._objects.size(record_name(number - 1)) is not None
 
+    def _check_not_deleted(self, number: int) -> None:
+        """Check that no record from ``number`` on was deleted before it was read. Its name would be free again.
+
+        Another process that was away may have put a record there, and may not have noticed yet.
+
+        Raises:
+            PrunedError: it was deleted, and a snapshot replaces it.
+        """
+        if (base := self.base()) > number:
+            raise PrunedError(f"the control records begin at {base}, not at {number}", store=self._objects.url)
+
     def _check_begin(self, start: int) -> None:
         """Check that the record before ``start`` was deleted because a snapshot replaces it."""
-        base = self.base()
-        if base > start:
-            raise PrunedError(f"the control records begin at {base}, not at {start}", store=self._objects.url)
-        if base < start:
+        self._check_not_deleted(start)
+        if self.base() < start:
             raise LogUnavailableError(
                 f"control record {start - 1}, which was read before, is missing",
                 hint="restore it from a copy, or start a new job: it was deleted while the job ran",
@@ -176,9 +220,7 @@ class ControlObjects:
             number += 1
         if number == self._end and number:
             return  # the usual case: everything was read before, and one request shows whether there is more
-        base = self.base()
-        if number < base:
-            raise PrunedError(f"the control records begin at {base}, not at {number}", store=self._objects.url)
+        self._check_not_deleted(number)
         packs = set(_numbers(self._objects, PACKS_DIR))
         with ThreadPoolExecutor(self._objects.reads_ahead, "stream-ckpt-control") as pool:
             while True:
@@ -188,6 +230,7 @@ class ControlObjects:
                     listed = [each for each in _numbers(self._objects, _block_dir(begin)) if each >= number]
                     found = zip(listed, pool.map(self._read, listed), strict=True)
                     records = {each: record for each, record in found if record is not None}
+                    self._check_not_deleted(number)
                 while (record := records.get(number)) is not None:
                     self._note(number, record)
                     yield number, record
@@ -204,18 +247,24 @@ class ControlObjects:
             listed: Numbers of the records of its block.
             packs: Blocks that were packed.
 
-        Raises:
-            CorruptionError: the record ``number`` was deleted.
+        Raises as :meth:`_report_gap`.
         """
         following = _numbers(self._objects, _block_dir(number // BLOCK * BLOCK + BLOCK))
         later = [each for each in (*listed, *packs, *following) if each > number]
-        if not later or self._read(number) is not None:  # a listing may lag
-            return
-        if (base := self.base()) > number:
-            raise PrunedError(f"the control records begin at {base}, not at {number}", store=self._objects.url)
+        if later and self._read(number) is None:  # a listing may lag
+            self._report_gap(number, min(later))
+
+    def _report_gap(self, number: int, later: int) -> NoReturn:
+        """Report that the record ``number`` is missing, but record ``later`` exists.
+
+        Raises:
+            PrunedError: it was deleted, and a snapshot replaces it.
+            CorruptionError: it was lost.
+        """
+        self._check_not_deleted(number)
         self._forget()  # so that an append looks again, and fills no gap
         raise CorruptionError(
-            f"control record {number} is missing, but record {min(later)} exists",
+            f"control record {number} is missing, but record {later} exists",
             store=self._objects.url,
             name=record_name(number),
         )
@@ -273,10 +322,12 @@ class ControlObjects:
         return records if position == len(data) else None
 
     def _pack(self, begin: int) -> None:
-        """Put the records of a full block into one object. If that fails, readers read the records."""
+        """Put the records of a full block into one object, if all were read. If that fails, readers read the records.
+
+        They are not read here: the first ones may have been deleted, and their names free again.
+        """
         with suppress(StoreUnavailableError, CorruptionError):
-            records = [self._known.get(each) or self._read(each) for each in range(begin, begin + BLOCK)]
-            whole = [each for each in records if each is not None]
+            whole = [self._known[each] for each in range(begin, begin + BLOCK) if each in self._known]
             for each in whole:
                 payload_of(parse_header(each), each)
             if len(whole) == BLOCK and sum(map(len, whole)) <= _MOST_PACKED_BYTES:
@@ -305,4 +356,11 @@ class ControlObjects:
                     self._objects.delete(f"{BASE_DIR}/{old:020d}")
 
     def close(self) -> None:
-        self._worker.close()
+        for worker in self._workers:
+            worker.close()
+
+
+def _unknown(error: StoreUnavailableError | LogUnavailableError) -> CommitUnknownError:
+    return CommitUnknownError(
+        f"it is unknown whether a control record arrived: {error.message}", hint=error.hint, **error.where
+    )
