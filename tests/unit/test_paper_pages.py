@@ -113,20 +113,24 @@ def test_what_checkpoints_add_over_ranks() -> None:
 
 
 def test_what_checkpoints_of_epochs_add() -> None:
-    results = [newest("tiers", f"epochs-{ranks}") for ranks in ("1-rank", "2-ranks")]
-    points = [result.point(ranks) for result, ranks in zip(results, ("1 rank", "2 ranks"), strict=True)]
+    named = ("1 rank", "2 ranks", "4 ranks")
+    results = [newest("tiers", f"epochs-{ranks.replace(' ', '-')}") for ranks in named]
+    *points, four = (result.point(ranks) for result, ranks in zip(results, named, strict=True))
     both, far, saved = ([more(point, way) for point in points] for way in ("near, far", "far", "torch.save"))
     (steps,), (every,) = ({result.facts[key] for result in results} for key in ("steps", "steps a checkpoint"))
-    bare = [point.median("none") / steps for point in points]
+    bare = [point.median("none") / steps for point in (*points, four)]
     said: dict[str, Iterable[float]] = {
+        r"share the two cores, they add (\d+)%, (\d+)% and (\d+)%": [
+            more(four, way) for way in ("near, far", "far", "torch.save")
+        ],
         r"cadence ours adds (\d+)% on one rank and (\d+)% on two, `torch.save` (\d+)% and (\d+)%": [*both, *saved],
         r"Both tiers add (\d+)% and (\d+)%, the far log alone (\d+)% and (\d+)%, `torch.save` (\d+)% and (\d+)%": [
             *both,
             *far,
             *saved,
         ],
-        r"ours have ([\d.]+) and ([\d.]+) s": [every * each for each in bare],
-        r"An epoch has (\d+) steps of ([\d.]+) ms on one rank and (\d+) on two": [
+        r"ours have ([\d.]+) and ([\d.]+) s": [every * each for each in bare[:2]],
+        r"An epoch has (\d+) steps of ([\d.]+) ms on one rank, (\d+) on two and (\d+) on four": [
             every,
             *(1e3 * each for each in bare),
         ],
