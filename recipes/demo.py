@@ -21,7 +21,6 @@ import random
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -38,6 +37,7 @@ from rich.console import Console
 from rich.table import Table
 
 from torchrec_stream_ckpt.recipes.proof import StepEvent, compare, gather, train
+from torchrec_stream_ckpt.script import free_port
 
 ROWS = [9000, 6000, 4000, 3000, 2500, 2000, 1500, 1200, 800]
 MARKER_EVERY = 10
@@ -161,9 +161,7 @@ def run_rank(act: int, folder: Path, flags: Sequence[str]) -> None:
 @contextmanager
 def ranks(act: int, world: int, folder: Path, flags: Sequence[str]) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Start the ranks; none of them outlives the block."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     command = [sys.executable, __file__, "--act", str(act), "--dir", str(folder), *flags]
     shared = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     if sys.platform == "linux":

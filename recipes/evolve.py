@@ -18,7 +18,6 @@ import logging
 import multiprocessing
 import os
 import shutil
-import socket
 import sys
 import time
 import warnings
@@ -58,6 +57,7 @@ from torchrec_stream_ckpt import (
 )
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.recipes.proof import StepEvent, gather
+from torchrec_stream_ckpt.script import free_port
 
 DIM, COUNTS = 16, 4
 BATCH = 240
@@ -266,9 +266,7 @@ def run_rank(number: int, rank: int, port: int, folder: Path) -> None:
 
 def run_week(number: int, folder: Path) -> dict[str, Any]:
     """Train one week, and return its report."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     processes, world = multiprocessing.get_context("fork"), WEEKS[number].world
     ranks = [processes.Process(target=run_rank, args=(number, rank, port, folder)) for rank in range(world)]
     for each in ranks:

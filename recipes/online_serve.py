@@ -16,7 +16,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import time
@@ -37,6 +36,7 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbe
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_stream_ckpt import FollowedModel, StreamReader, follow
+from torchrec_stream_ckpt.script import free_port
 
 Process: TypeAlias = "subprocess.Popen[bytes]"
 TRAINER = Path(__file__).with_name("train_dlrm.py")
@@ -205,9 +205,7 @@ def started(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]], log: Pa
 
 def ranks(world: int, uri: str, folder: Path, turn: int) -> list[tuple[Sequence[str], Mapping[str, str]]]:
     """Return the commands of a trainer's ranks."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     sharding = folder / f"plan-{turn}.json"
     sharding.write_text(json.dumps(plan(world, turn)))
     command = [sys.executable, str(TRAINER), *JOB_FLAGS, "--stream_ckpt", uri, "--sharding", str(sharding)]

@@ -8,7 +8,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import runpy
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +16,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
+
+from torchrec_stream_ckpt.script import free_port
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -66,9 +67,7 @@ class Torchrun:
 
     def __init__(self, world: int, script: Path, *arguments: str) -> None:
         ours, theirs = context.Pipe(duplex=False)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         self._ranks = [
             context.Process(target=_run_rank, args=(script, arguments, theirs, port, rank, world), daemon=True)
             for rank in range(world)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import struct
 import time
 from collections.abc import Callable
@@ -17,6 +16,8 @@ from typing import Any
 
 import torch
 from common import fresh_processes
+
+from torchrec_stream_ckpt.script import free_port
 
 WORLD = 2
 TIMEOUT_S = 180.0
@@ -138,9 +139,7 @@ class Processes:
 
     def __init__(self, folder: Path, name: str, number: int, body: Callable[..., None], *args: Any) -> None:
         self.output = folder / f"{name}.out"
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         shared = {"WORLD_SIZE": str(number), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         shared |= {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         self.processes = [

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import statistics
 import sys
 import time
@@ -24,6 +23,8 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import start  # noqa: E402, F401
 from common import at_least, command_of, fresh_processes, machine, parse, refuse_small_machine, scratch  # noqa: E402
+
+from torchrec_stream_ckpt.script import free_port  # noqa: E402
 
 WORLD = 2
 TIMEOUT_S = 300.0
@@ -51,9 +52,7 @@ class Ranks:
     def __init__(self, folder: Path, name: str, flags: list[str]) -> None:
         self.record, self.output = folder / f"{name}.jsonl", folder / f"{name}.out"
         self.output.touch()
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port()
         shared = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         os.environ["OMP_NUM_THREADS"] = "1"  # of every rank, before it imports torch
         self.processes = [

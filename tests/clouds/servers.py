@@ -22,10 +22,10 @@ from typing import Any
 
 import pytest
 
-from tests.faults.proxy import free_port
 from torchrec_stream_ckpt.extras.broker import tether
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
 from torchrec_stream_ckpt.extras.broker.process import birth_of
+from torchrec_stream_ckpt.script import free_port
 
 BUCKET = "tests"
 SECRET = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

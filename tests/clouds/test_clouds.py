@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from tests.clouds.servers import ACCOUNT, CLOUDS, SECRET, Azurite, CloudServer
-from tests.faults.proxy import free_port
 from tests.parts import Entry, prepare_store
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.inner import Objects, open_store
+from torchrec_stream_ckpt.script import free_port
 from torchrec_stream_ckpt.store.api import KeepsTime
 from torchrec_stream_ckpt.store.identity import check_store, place_of
 from torchrec_stream_ckpt.store.write_once import put_once

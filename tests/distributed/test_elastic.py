@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.launched import Torchrun, wait
+from torchrec_stream_ckpt.script import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -25,9 +25,7 @@ class Cluster:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.nodes: list[Torchrun] = []
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.endpoint = f"127.0.0.1:{free_port()}"
 
     def add(self) -> Torchrun:
         is_host = int(not self.nodes)  # the first node serves the rendezvous, and it does not die

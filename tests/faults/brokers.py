@@ -13,9 +13,10 @@ from pathlib import Path
 from tests import ranks
 from tests.faults.board import Row
 from tests.faults.live import live
-from tests.faults.proxy import NoToxiproxy, Proxy, free_port, probe
+from tests.faults.proxy import NoToxiproxy, Proxy, probe
 from tests.faults.subject import Form, Incarnation, Subject, kafka_job
 from torchrec_stream_ckpt.extras.broker.kraft import HOST, Broker
+from torchrec_stream_ckpt.script import free_port
 
 STEPS_DURING = 8
 """Training must go on: this many steps while the fault lasts."""

@@ -19,6 +19,7 @@ from typing import Any
 from torchrec_stream_ckpt.extras.broker import tether
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
 from torchrec_stream_ckpt.extras.broker.process import birth_of
+from torchrec_stream_ckpt.script import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,11 +36,6 @@ def build() -> str:
     if done.returncode:
         raise NoToxiproxy(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "its build failed")
     return done.stdout.strip()
-
-
-def free_port() -> int:
-    with socket.create_server((HOST, 0)) as server:
-        return int(server.getsockname()[1])
 
 
 class Proxy:

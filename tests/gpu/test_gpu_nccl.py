@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+from torchrec_stream_ckpt.script import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 
@@ -19,8 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 def losses(folder: Path, epochs: int) -> dict[int, str]:
     """What the recipe prints for each step."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     done = subprocess.run(
         [

@@ -6,7 +6,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -30,6 +29,7 @@ from torchrec_stream_ckpt.maintain.engine.on_ray import OnRay
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.proofs import window
+from torchrec_stream_ckpt.script import free_port
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # all on 127.0.0.1, not on the address of this host
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -194,9 +194,7 @@ def test_a_cluster_that_is_away_or_of_another_version_is_named(
     job: Job, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objects = open_store(str(tmp_path / "store"))
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     with (
         pytest.raises(EngineUnavailableError, match="Ray cannot be reached: Connection refused") as told,
         on_cluster(job, objects, f"127.0.0.1:{port}"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -19,6 +18,7 @@ from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import check_folded, events_of, folded_job, has, lose_frames, materialize, store_of
 from tests.unit.scrubbed_job import harm
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
+from torchrec_stream_ckpt.script import free_port
 from torchrec_stream_ckpt.util.layout import SCRUB_DIR, manifest_name
 from torchrec_stream_ckpt.util.metrics import METRICS
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -113,9 +113,7 @@ def marker_is_there(job: Job, marker: str) -> bool:
 
 
 def test_metrics_say_where_it_stands(job: Job, serving: Callable[..., Path]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     output = serving("--metrics-port", str(port))
     wait("the fourth marker", has(output, "marker", marker="1:4"), output)
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=120) as answer:

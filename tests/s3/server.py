@@ -13,12 +13,12 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
-from tests.faults.proxy import free_port
 from tests.s3.jars import S3PROXY
 from torchrec_stream_ckpt.extras.broker import tether
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
 from torchrec_stream_ckpt.extras.broker.process import birth_of
 from torchrec_stream_ckpt.extras.broker.runtime import find_java
+from torchrec_stream_ckpt.script import free_port
 
 HERE = Path(__file__).parent
 KEY, SECRET = "AKTESTS", "only-for-tests"

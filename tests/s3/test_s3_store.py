@@ -14,11 +14,11 @@ from typing import Any
 
 import pytest
 
-from tests.faults.proxy import free_port
 from tests.parts import Entry, prepare_store
 from tests.s3.server import KEY, SECRET, S3Server
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.inner import Objects, open_store
+from torchrec_stream_ckpt.script import free_port
 from torchrec_stream_ckpt.store.identity import check_store
 
 PARTS = [bytes([number]) * 2**20 for number in range(101)]

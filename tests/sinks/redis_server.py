@@ -10,10 +10,10 @@ from pathlib import Path
 
 import redis
 
-from tests.faults.proxy import free_port
 from torchrec_stream_ckpt.extras.broker import tether
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
 from torchrec_stream_ckpt.extras.broker.process import birth_of
+from torchrec_stream_ckpt.script import free_port
 
 PROGRAM = Path("/usr/bin/redis-check-rdb")
 """It is the server if it is called by the server's name."""
