@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -42,6 +43,8 @@ log = logging.getLogger(__name__)
 _JOIN_S = 30.0
 _GIVE_WAY_S = 20e-6
 """Shortest sleep that lets another thread begin; the kernel adds some 50 us."""
+_READING_S = 0.02
+"""Time for which a thread that has read counts as a reader."""
 INTERRUPTED = "an update of this replica was interrupted"
 
 
@@ -56,8 +59,8 @@ class Gate:
         """Readers that have waited for a writer, and go before the next one."""
         self._writers = 0
         self._writing = False
-        self._read = False
-        """True if a reader has entered since the last :meth:`give_way`."""
+        self._read_s = -math.inf
+        """When the last reader entered, on the monotonic clock."""
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
@@ -67,7 +70,7 @@ class Gate:
             try:
                 self._changed.wait_for(lambda: not self._writers or (self._owed > 0 and not self._writing))
                 self._readers += 1
-                self._read = True
+                self._read_s = time.monotonic()
             finally:
                 self._waiting -= 1
                 self._owed = min(max(0, self._owed - 1), self._waiting)
@@ -83,10 +86,10 @@ class Gate:
         """(the writer) Let the threads of readers run, if there are any. Does nothing inside the gate.
 
         The interpreter takes its lock from a busy thread only after 5 ms. A thread that waits for it gets it at once
-        from one that sleeps.
+        from one that sleeps. Nor does the kernel take a core from a busy thread before its next tick, which is 4 ms
+        later at worst: so it also sleeps for a reader that was interrupted before it could enter again.
         """
-        if (self._read or self._waiting) and not self._writing:
-            self._read = False
+        if (self._waiting or time.monotonic() - self._read_s < _READING_S) and not self._writing:
             time.sleep(_GIVE_WAY_S)
 
     @contextlib.contextmanager
