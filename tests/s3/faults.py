@@ -40,6 +40,8 @@ class FaultyProxy:
         self.asked: Counter[Kind] = Counter()
         """Requests that came, harmed ones among them."""
         self.fired: Counter[tuple[Kind, Fault]] = Counter()
+        self.consents = 0
+        """Requests whose client waited until it was told to send the body."""
         self._faults: dict[Kind, tuple[Fault, int]] = {}
         self._refused: dict[Kind, tuple[int, str]] = {}
         self._conditions: str | None = None
@@ -110,6 +112,7 @@ class FaultyProxy:
             method, target, _ = line.decode("latin-1").split()
             headers = http.client.parse_headers(client.rfile)
             if "100-continue" in (headers.get("Expect") or "").lower():
+                self.consents += 1
                 client.wfile.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             assert headers.get("Transfer-Encoding") is None, "this proxy does not read chunked bodies"
             body = client.rfile.read(int(headers.get("Content-Length") or 0))

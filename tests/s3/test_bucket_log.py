@@ -153,8 +153,8 @@ def test_an_old_log_takes_no_more_requests_than_a_young_one(
             attached.append(proxy.taken())
             reader.close()
     assert appended[0] == appended[1]
-    assert appended[0]["list"] <= 2  # s3fs asks twice for the bases while there is none
-    assert sum(appended[0].values()) <= 6
+    assert appended[0]["list"] == 1
+    assert sum(appended[0].values()) <= 4
     assert sum(attached[1].values()) - sum(attached[0].values()) == (196 - 36) // 16  # a pack each
 
 
@@ -345,6 +345,23 @@ def test_a_zombie_is_fenced_although_the_control_records_were_shortened(place: P
     assert late.id not in frozen.refresh().commits
     slow.close()
     owner.close()
+
+
+def test_a_commit_takes_three_requests_in_turn_at_any_age(place: Place, proxy: FaultyProxy) -> None:
+    """It asks for the next record and, at the same time, for the one before; puts its own; and looks for the base."""
+    log = place.open()
+    log.prepare(2)
+    job = Job(Path("/nowhere"), log=log)
+    job.begin()
+    commit, control, asked = job.commit(), Control(log), []
+    control.refresh()
+    for marker in range(2, 40):
+        proxy.taken()
+        control.commit(replace(commit, marker=marker), 60.0, threading.Event())
+        asked.append(proxy.taken())
+    assert asked == [{"get": 1, "head": 1, "put": 1, "list": 1}] * len(asked)
+    assert proxy.consents == 0
+    log.close()
 
 
 def test_a_foreign_object_among_the_records_is_named_or_skipped(place: Place, log: Log) -> None:

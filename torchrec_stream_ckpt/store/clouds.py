@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from torchrec_stream_ckpt.util.uris import without_login
 
 WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload becomes visible whole or not at all."""
+_SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +39,8 @@ class Cloud:
 
     None if a store that supports the condition also supports it for large objects.
     """
+    connect: Callable[[Any], object] | None = None
+    """Function that is called with a file system before its first put."""
     delete: Callable[[Any, list[str]], list[str]] | None = None
     """Function that deletes up to 1000 objects by one request. It returns those that the store did not delete.
 
@@ -93,6 +97,17 @@ def _upload_to_s3(files: Any, path: str, data: bytes) -> None:
         raise
 
 
+def _send_small_bodies_at_once(files: Any) -> None:
+    """Send a small object along with its request. botocore waits for the server's consent first: a round trip more."""
+
+    def omit_question(params: dict[str, Any], **_: object) -> None:
+        body = params.get("body")
+        if isinstance(body, io.BytesIO) and body.getbuffer().nbytes <= _SMALL_BYTES:
+            params["headers"].pop("Expect", None)
+
+    files.s3.meta.events.register_last("before-call.s3", omit_question)
+
+
 def _delete_from_s3(files: Any, paths: list[str]) -> list[str]:
     """Delete by one request. ``rm`` of s3fs is such a request as well, but ignores what the store refuses."""
     keys = {files.split_path(path)[1]: path for path in paths}
@@ -115,6 +130,7 @@ _S3 = Cloud(
     whole={"max_concurrency": 1},
     length=_length_on_s3,
     upload=_upload_to_s3,
+    connect=_send_small_bodies_at_once,
     delete=_delete_from_s3,
     keys_hint="check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)",
     servers=("endpoint_url",),

@@ -42,6 +42,10 @@ def record_name(number: int) -> str:
     return f"{_block_dir(number)}/{number:020d}"
 
 
+def base_name(number: int) -> str:
+    return f"{BASE_DIR}/{number:020d}"
+
+
 def _block_dir(number: int) -> str:
     return f"{CONTROL_DIR}/{number // BLOCK * BLOCK:020d}"
 
@@ -345,7 +349,7 @@ class ControlObjects:
             if base > max(bases, default=0):
                 if self._read(base) is None:
                     raise CorruptionError(f"no control record has number {base}", store=self._objects.url)
-                self._objects.create(f"{BASE_DIR}/{base:020d}", [b""])
+                self._objects.create(base_name(base), [b""])
             base = max(base, *bases, 0)
             names = sorted(entry.name for entry in self._objects.list(f"{CONTROL_DIR}/"))
             packs = [begin for begin in _numbers(self._objects, PACKS_DIR) if begin + BLOCK <= base]
@@ -353,7 +357,7 @@ class ControlObjects:
             delete_all(self._objects, [f"{PACKS_DIR}/{begin:020d}" for begin in packs])
             for old in bases:
                 if old < base:
-                    self._objects.delete(f"{BASE_DIR}/{old:020d}")
+                    self._objects.delete(base_name(old))
 
     def close(self) -> None:
         for worker in self._workers:

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, Severity, TrimRange, check_ranks
-from torchrec_stream_ckpt.log.bucket.control_objects import CONTROL_DIR, ControlObjects
+from torchrec_stream_ckpt.log.bucket.control_objects import CONTROL_DIR, ControlObjects, base_name
 from torchrec_stream_ckpt.log.bucket.objects import delete_all, of_log, read_if_there
 from torchrec_stream_ckpt.log.bucket.probe import Probe
 from torchrec_stream_ckpt.log.bucket.streams import DataObject, object_name, pieces, read_frames, sizes_of, walk
@@ -71,6 +71,8 @@ class BucketLog:
                 if is_new:
                     self._objects.delete(IDENTITY_FILE)  # nothing is left in a store that is refused
                 raise
+            if is_new:  # a listing of an empty folder takes several requests, and each commit makes one
+                self._objects.create(base_name(0), [b""])
             if self._partitions() < partitions:
                 self._objects.create(f"{_PARTITIONS_DIR}/{partitions:05d}", [b""])
         incarnation = self.incarnation()

@@ -85,8 +85,11 @@ class Control:
         """Offset of the last record read. -1 if none was."""
         return self._last
 
-    def refresh(self) -> Lineage:
+    def refresh(self, last: int | None = None) -> Lineage:
         """Read new records and return the current lineage. Safe to call from several threads.
+
+        Args:
+            last: Offset of a record. If it is found, none after it is asked for: no later record changes its effect.
 
         Raises:
             CorruptionError: a record is damaged; nothing else says which markers exist.
@@ -94,7 +97,7 @@ class Control:
         """
         with self._lock:
             try:
-                self._read_on()
+                self._read_on(last)
             except CorruptionError as error:
                 raise type(error)(error.message, hint=error.hint or self.records.hint, **error.where) from None
         lineage = self.lineage
@@ -105,7 +108,7 @@ class Control:
             )
         return lineage
 
-    def _read_on(self) -> None:
+    def _read_on(self, last: int | None) -> None:
         if self._last < 0:
             self._begin()
             return
@@ -118,6 +121,8 @@ class Control:
                     self._passed(offset, record)
                     if self.copies is not None:
                         self.copies.heard(offset, record, counts=counts, snapshot=is_snapshot(record))
+                if offset == last:
+                    break
         except PrunedError:  # unread records were deleted, and a snapshot has them
             self._begin()
 
@@ -243,7 +248,7 @@ class Control:
         """Refresh until the record at ``offset`` is included. A broker that is cut off from its peers lacks it."""
         deadline = time.monotonic() + _READ_BACK_S
         while True:
-            lineage = self.refresh()
+            lineage = self.refresh(offset)
             if self._last >= offset:
                 return lineage
             if time.monotonic() > deadline:
@@ -270,10 +275,10 @@ class Control:
                     self._copy()
                     return
                 failpoint("commit.append")
-                self._append(frame)
+                offset = self._append(frame)
                 failpoint("commit.appended")
                 sent = True
-                if self._is_there(commit):
+                if self._is_there(commit, offset):
                     self._copy()
                     return
             except CommitUnknownError as error:
@@ -336,9 +341,14 @@ class Control:
                     raise
                 time.sleep(_RETRY_S)
 
-    def _is_there(self, commit: Commit) -> bool:
-        """Return whether the marker exists, read from the log. Raises FencedError if it can no longer be created."""
-        lineage = self.refresh()
+    def _is_there(self, commit: Commit, last: int | None = None) -> bool:
+        """Return whether the marker exists, read from the log. Raises FencedError if it can no longer be created.
+
+        Args:
+            commit: Record of the marker.
+            last: Same as in :meth:`refresh`.
+        """
+        lineage = self.refresh(last)
         if commit.id in lineage.commits and lineage.claims[commit.generation].nonce == commit.nonce:
             return True
         if lineage.newest_generation != commit.generation:
