@@ -9,6 +9,9 @@ import pytest
 
 from tests.unit.test_pages import ROOT, Point, check, check_sentences, kaggle, newest, numbers, page
 
+from page_tables.quoted import less as quoted_less  # isort: skip
+from quotations import quoted  # isort: skip
+
 PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "papers").glob("*.md"))
 INCRCP = "docs/papers/incrcp.md"
 
@@ -80,6 +83,33 @@ def test_what_the_thesis_page_repeats() -> None:
         ],
     }
     check_sentences("docs/papers/thesis.md", said)
+
+
+def test_runs_of_the_data_sizes_of_the_thesis() -> None:
+    one, two = (newest("thesis", f"synthetic-10k-{ranks}") for ranks in ("1-rank", "2-ranks"))
+    points = one.point("synthetic-10k, 1 rank, every 1"), two.point("synthetic-10k, 2 ranks, every 1")
+    streamed = newest("thesis", "each-step").point("synthetic-10k, 1 rank, every 1, each step")
+
+    def less(point: Point, way: str) -> float:
+        """Per cent of ``torch.save``'s run that a run saves or takes more."""
+        return abs(100 * (1 - 1 / point.variants[way]["ratio"]))
+
+    said: dict[str, Iterable[float]] = {
+        r"design takes ([\d.]+)% less time than `torch.save`, ours ([\d.]+)% less \(theirs on one GPU: ([\d.]+)%\)": [
+            *(less(points[0], way) for way in ("thesis", "ours")),
+            quoted_less(*quoted("thesis", "6.1 10k, every 1")[1:]),
+        ],
+        r"On two ranks its design takes ([\d.]+)% less, ours ([\d.]+)% more": [
+            less(points[1], way) for way in ("thesis", "ours")
+        ],
+        r"its design takes ([\d.]+)% less and ours ([\d.]+)% more than": [
+            less(streamed, way) for way in ("thesis", "ours")
+        ],
+    }
+    check_sentences("docs/papers/thesis.md", said)
+    assert points[0].median("ours") < points[0].median("torch.save")
+    assert min(each.median("ours") - each.median("torch.save") for each in (points[1], streamed)) > 0
+    assert all(each.median("thesis") < each.median("torch.save") for each in (*points, streamed))
 
 
 def test_training_logs_are_the_same_bytes() -> None:
