@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, trainer
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerFailedError
+from torchrec_stream_ckpt.ranks import collective
 from torchrec_stream_ckpt.ranks.collective import new_group
 from torchrec_stream_ckpt.ranks.vote_interval import MOST_STEPS
 from torchrec_stream_ckpt.save.cadence import NOTHING, Cadence, StepVote
@@ -294,12 +296,36 @@ def _collectives_of_markers(uri: str) -> list[tuple[list[str], str]]:
     return found
 
 
+def _exchanged(sizes: list[int]) -> tuple[list[list[bytes]], list[bytes], list[str]]:
+    """Values of several sizes, gathered and broadcast; and the collectives that this took."""
+    rank, group, made = dist.get_rank(), dist.new_group(backend="gloo"), list[str]()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("all_gather", "broadcast"):
+            real = getattr(dist, name)
+            patch.setattr(dist, name, lambda *a, _name=name, _real=real, **k: (made.append(_name), _real(*a, **k)))
+        gathered = [collective.all_gather(bytes([rank]) * (size + rank), group) for size in sizes]
+        told = [collective.broadcast(bytes([rank]) * size, group) for size in sizes]
+    return gathered, told, made
+
+
+def test_small_values_take_one_collective_and_large_ones_two(tmp_path: Path) -> None:
+    header = len(pickle.dumps(b"\0" * 1000)) - 1000
+    limit = collective.SLOT_BYTES - header
+    sizes = [0, 1000, limit - 1, limit, 3 * limit]  # rank 1 has one byte more, and with limit - 1 both just fit
+    both = ranks.run(2, _exchanged, sizes)
+    assert both[0] == both[1]
+    gathered, told, made = both[0]
+    assert gathered == [[b"\0" * size, b"\1" * (size + 1)] for size in sizes]
+    assert told == [b"\0" * size for size in sizes]
+    assert made == ["all_gather"] * (3 + 2 * 2) + ["broadcast"] * (4 + 2)
+
+
 def test_a_marker_takes_one_gather_that_carries_what_each_rank_says(tmp_path: Path) -> None:
     first, second = ranks.run(2, _collectives_of_markers, f"file://{tmp_path}/log")
     assert first == second
     gathers, said = zip(*first, strict=True)
-    to_write = ["all_gather_object", "broadcast_object_list"]  # rank 0 adds metadata, and all hear how that went
-    one = ["all_gather_object"]
+    to_write = ["all_gather", "broadcast"]  # rank 0 adds metadata, and all hear how that went
+    one = ["all_gather"]
     assert list(gathers) == [one, one, [*one, *to_write], one, one, one, one]
     assert said == (
         "1:1",

@@ -126,6 +126,16 @@ static void digests(int path) {
     free(values), free(columns), free(keys), free(found);
 }
 
+static void copies(int path) {
+    size_t length = draw(draw(2) ? 300 : 40000), to = draw(64), from = draw(64);
+    uint8_t *source = bytes(from + length), *target = bytes(to + length), *before = malloc(to + 1);
+    memcpy(before, target, to);
+    stream_ckpt_copy(target + to, source + from, length);
+    expect(memcmp(target + to, source + from, length) == 0, "a copy", path);
+    expect(memcmp(target, before, to) == 0, "memory before a copy", path);
+    free(source), free(target), free(before);
+}
+
 int main(int count, char **given) {
     uint64_t first = count > 1 ? strtoull(given[1], NULL, 10) : 1;
     long calls = count > 2 ? atol(given[2]) : 1000;
@@ -140,6 +150,7 @@ int main(int count, char **given) {
             free(data);
             rows(path);
             digests(path);
+            copies(path);
         }
         printf("path %d: %ld calls\n", path, calls);
     }

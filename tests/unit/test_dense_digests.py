@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from torchrec_stream_ckpt.dense import dense_digests
 from torchrec_stream_ckpt.dense.dense_digests import LocalBox, digests
+from torchrec_stream_ckpt.format import proof
 from torchrec_stream_ckpt.format.dense_proof import COLUMNS, MODULUS, SECTION, digest_words
 from torchrec_stream_ckpt.format.proof import column_keys, replicated_id, row_keys
 
@@ -46,6 +47,25 @@ def by_the_definition(name: str, tensor: torch.Tensor) -> int:
     return (
         sum(int(word) * int(rows[m // COLUMNS]) * int(columns[m % COLUMNS]) for m, word in enumerate(words)) % MODULUS
     )
+
+
+@pytest.fixture(params=["by the kernel", "by numpy"])
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "by numpy":
+        monkeypatch.setattr(proof, "kernel", lambda: None)
+
+
+@pytest.mark.usefixtures("ways")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_large_tensor_and_a_part_of_it_have_the_digests_of_the_definition(dtype: torch.dtype) -> None:
+    tensor = random_tensor(dtype, 3 * COLUMNS + 77)
+    expected = by_the_definition("a", tensor)
+    runs = dense_digests.word_runs("a", LocalBox.of(tensor), (5, 2 * COLUMNS + 9))
+    part = sum(digest_words("a", run.words.numpy(), run.first) for run in runs) % MODULUS
+    rest = tensor.clone()
+    rest[5 : 2 * COLUMNS + 9] = 0
+    assert digests({"a": tensor}, {"a": (0, tensor.numel())})["a"] == expected
+    assert (part + by_the_definition("a", rest)) % MODULUS == expected
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -119,6 +139,7 @@ def test_many_small_tensors_have_the_digests_of_each() -> None:
     assert all(digests(tensors)[name] == by_the_definition(name, tensor) for name, tensor in [*tensors.items()][::17])
 
 
+@pytest.mark.usefixtures("ways")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8, torch.float64], ids=str)
 def test_medium_tensors_that_share_a_matrix_have_the_digests_of_each(dtype: torch.dtype) -> None:
     sizes = [limit + more for limit in (1 << 14, 1 << 19) for more in (-64, 0, 64)] + [1 << 18] * 5

@@ -34,7 +34,7 @@ DISTRICTS: dict[str, str] = {
     "log/control": "format log store",
     "ranks": "log",
     "capture": "format model native ranks",
-    "dense": "evolve format log model ranks",
+    "dense": "evolve format log model native ranks",
     "find": "format log log/control store",
     "proofs": "find format store",
     "restore": "capture dense evolve find format log model native proofs ranks store",
@@ -405,9 +405,10 @@ def test_a_moment_becomes_text_in_one_place_which_knows_that_a_record_may_say_an
     assert {source for source, path in SOURCES.items() if asked.search(path.read_text())} == {"util/units.py"}
 
 
-def test_tasks_and_the_users_objects_alone_are_pickled() -> None:
-    """Tasks on their way to a worker of the same version; what ``torch.save`` pickles for a blob of the dense state."""
-    assert importers("pickle") == {"maintain/engine/parcel.py", "dense/exact_pickle.py"}
+def test_tasks_messages_of_ranks_and_the_users_objects_alone_are_pickled() -> None:
+    """Tasks on their way to a worker of the same version, what one rank of a job sends to the others, and what
+    ``torch.save`` pickles for a blob of the dense state."""
+    assert importers("pickle") == {"maintain/engine/parcel.py", "ranks/collective.py", "dense/exact_pickle.py"}
 
 
 def modules() -> list[str]:

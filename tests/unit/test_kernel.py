@@ -223,17 +223,34 @@ def test_a_digest_is_the_same_by_the_kernel_and_without(
         assert found.tolist() == proof.digest_rows(values, columns, keys).tolist()
 
 
+@given(
+    length=st.one_of(st.integers(0, 300), st.integers(0, 40_000)),
+    to=st.integers(0, 63),
+    begin=st.integers(0, 63),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_a_copy_has_all_bytes_and_touches_no_other(native: Kernel, length: int, to: int, begin: int, seed: int) -> None:
+    source, area = memory(length, begin, seed), memory(length + 128, 0, seed + 1)
+    expected = area.copy()
+    expected[to : to + length] = source
+    native.copy(area.ctypes.data + to, source.ctypes.data, length)
+    assert area.tobytes() == expected.tobytes()
+
+
 # Where it cannot run.
 
 
-def test_an_older_library_without_digests_is_used_for_all_else(compiler: str, tmp_path: Path) -> None:
-    source = build.SOURCE.read_text().replace("stream_ckpt_digest", "stream_ckpt_other")
+def test_an_older_library_without_digests_and_copies_is_used_for_all_else(compiler: str, tmp_path: Path) -> None:
+    source = build.SOURCE.read_text()
+    for added in ("digest", "copy"):
+        source = source.replace(f"stream_ckpt_{added}", f"stream_ckpt_other_{added}")
     (tmp_path / "kernel.c").write_text(source)
     library = tmp_path / "libkernel.so"
     subprocess.run([compiler, *build.FLAGS, "-o", library, tmp_path / "kernel.c"], check=True)
     found, reason = kernel.load(library)
     assert found is not None, reason
     assert not found.digests
+    assert not found.copies
     values, keys = np.arange(6000, dtype=np.int32).reshape(100, 60), np.arange(100)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(proof, "kernel", lambda: found)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from torchrec_stream_ckpt.dense import replicas
 from torchrec_stream_ckpt.dense.replicas import CopyMemory, owners
 
 TENSORS = {
@@ -65,3 +68,52 @@ def test_a_parameter_and_its_optimizer_tensors_have_one_owner() -> None:
     for name, rank in found.items():
         load[rank] += {**tensors, **states}[name].nbytes
     assert max(load) - min(load) <= 3 * 4 * 18
+
+
+@pytest.fixture(params=[1, 2], ids=["by the kernel", "by torch's threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64], ids=str)
+def test_a_copy_of_a_large_tensor_has_its_bits_in_its_order(dtype: torch.dtype) -> None:
+    values = torch.randint(0, 256, (300_007 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    tensors = {
+        "whole": values,
+        "shifted": values[1:],
+        "parameter": torch.nn.Parameter(values, requires_grad=False),
+        "strided": values[::2],
+        "turned": values[:300_000].view(600, 500).t(),
+        "repeated": values[:1].expand(100_000),
+        "conjugated": values.conj(),
+    }
+    found = CopyMemory().copy(tensors)
+    for name, tensor in tensors.items():
+        expected = tensor.detach().resolve_conj().contiguous()
+        assert torch.equal(found[name].reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)), name
+        assert found[name].shape == tensor.shape
+
+
+def test_one_thread_of_torch_copies_by_the_kernel_and_several_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Native:
+        copies = True
+
+        def __init__(self) -> None:
+            self.copied: list[int] = []
+
+        def copy(self, target: int, source: int, num_bytes: int) -> None:
+            self.copied.append(num_bytes)
+
+    native = Native()
+    monkeypatch.setattr(replicas, "kernel", lambda: native)
+    tensors = {"large": torch.ones(1 << 20), "strided": torch.ones(1 << 21)[::2], "small": torch.ones(10)}
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    CopyMemory().copy(tensors)
+    assert native.copied == []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    CopyMemory().copy(tensors)
+    assert native.copied == [4 << 20]

@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.format.dense_proof import (
     digest_rows,
     digest_words,
     entry_row_keys,
+    row_sums,
     word_keys,
     words_per_element,
 )
@@ -169,9 +170,8 @@ def _in_rows(tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
             entries.append((name, rows))
             num_bytes += tensors[name].nbytes
         matrix = torch.cat(parts).numpy().reshape(-1, COLUMNS)
-        sums = np.einsum("ij,j->i", matrix, _columns(torch.device("cpu")).numpy())
         keys, starts = _row_keys_of(tuple(entries))
-        totals = np.add.reduceat(sums * keys, starts)
+        totals = np.add.reduceat(row_sums(matrix) * keys, starts)
         found.update(zip((name for name, _ in entries), totals.tolist(), strict=True))
     return found
 

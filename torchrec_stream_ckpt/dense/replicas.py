@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import nn
+
+from torchrec_stream_ckpt.native.kernel import kernel
 
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by entry."""
 MODEL = "model."
 """Prefix of the entries of parameters."""
+_LARGE_BYTES = 1 << 16
+"""From this size on, a copy by the kernel is faster than by torch on one thread."""
 
 
 def owners(tensors: Tensors, world: int, parameters: Mapping[str, str] | None = None) -> dict[str, int]:
@@ -60,7 +65,7 @@ class CopyMemory:
         """
         self._kept = {name: self._room(name, tensor) for name, tensor in tensors.items()}
         for name, tensor in tensors.items():
-            self._kept[name].copy_(tensor, non_blocking=True)
+            _copy(self._kept[name], tensor)
         for device in {tensor.device for tensor in tensors.values() if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
         return dict(self._kept)
@@ -76,6 +81,21 @@ class CopyMemory:
         if kept is not None and kept.shape == tensor.shape and kept.dtype == tensor.dtype:
             return kept
         return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
+
+
+def _copy(target: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy a tensor into memory of :class:`CopyMemory`. If torch has several threads, it copies with all of them."""
+    native = kernel() if tensor.nbytes >= _LARGE_BYTES and torch.get_num_threads() == 1 else None
+    if native is not None and native.copies and _is_plain(tensor):
+        native.copy(target.data_ptr(), tensor.data_ptr(), tensor.nbytes)
+    else:
+        target.copy_(tensor, non_blocking=True)
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of a tensor lie on the CPU in row-major order, as they are."""
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.device.type == "cpu"
+    return plain and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def _same(kept: torch.Tensor, tensor: torch.Tensor) -> bool:

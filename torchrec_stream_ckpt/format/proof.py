@@ -212,18 +212,25 @@ def digest_rows(words: Words, columns: Ints, rows: Ints) -> Ints:
         columns: Keys of the columns, shape (k,).
         rows: Keys of the rows, shape (n,), or one for all of them, shape (1,).
     """
-    native = kernel() if words.size >= _LARGE else None
-    if native is not None and native.digests and words.flags.c_contiguous and words.flags.aligned:
-        columns = np.ascontiguousarray(columns, np.int64)
-        rows = np.ascontiguousarray(np.broadcast_to(rows, len(words)), np.int64)
-        assert len(columns) == words.shape[1]
-        sums = np.empty(len(words), np.int64)
-        addresses = (each.ctypes.data for each in (columns, rows, sums))
-        native.digest(words.ctypes.data, words.itemsize, *words.shape, *addresses)
+    if (sums := native_digests(words, columns, rows)) is not None:
         return sums
     found: Ints = np.einsum("ij,j->i", words.astype(np.int64), columns)
     found *= rows
     return found
+
+
+def native_digests(words: Words, columns: Ints, rows: Ints) -> Ints | None:
+    """Return :func:`digest_rows` by the native kernel. None if that cannot run, or is not faster."""
+    native = kernel() if words.size >= _LARGE else None
+    if native is None or not native.digests or not words.flags.c_contiguous or not words.flags.aligned:
+        return None
+    columns = np.ascontiguousarray(columns, np.int64)
+    rows = np.ascontiguousarray(np.broadcast_to(rows, len(words)), np.int64)
+    assert len(columns) == words.shape[1]
+    sums = np.empty(len(words), np.int64)
+    addresses = (each.ctypes.data for each in (columns, rows, sums))
+    native.digest(words.ctypes.data, words.itemsize, *words.shape, *addresses)
+    return sums
 
 
 def digest_blocks(per_row: Ints, blocks: Ints) -> Digests:

@@ -6,6 +6,7 @@ Also holds the process groups of one checkpointer, and the teams that communicat
 from __future__ import annotations
 
 import contextlib
+import pickle
 import time
 from collections.abc import Callable
 from concurrent.futures import wait
@@ -58,6 +59,56 @@ def end_group(group: dist.ProcessGroup) -> None:
     """Release a separate group: its threads and sockets end once nothing refers to it any more. Local."""
     with contextlib.suppress(ValueError):  # the job has ended all groups before
         dist.destroy_process_group(group)
+
+
+SLOT_BYTES = 2048
+"""Bytes of a pickled value that travel with its length. A longer value takes a second collective for the rest."""
+
+
+def _slot(data: bytes, room: int = SLOT_BYTES) -> torch.Tensor:
+    """Return the length of ``data``, its first ``room`` bytes, and zeros up to that size."""
+    return torch.frombuffer(
+        bytearray(len(data).to_bytes(8, "little") + data[:room].ljust(room, b"\0")), dtype=torch.uint8
+    )
+
+
+def _rest(data: bytes, longest: int) -> torch.Tensor:
+    """Return the bytes of ``data`` that its slot lacks, and zeros up to the longest value's."""
+    return torch.frombuffer(bytearray(data[SLOT_BYTES:].ljust(longest - SLOT_BYTES, b"\0")), dtype=torch.uint8)
+
+
+def _length(slot: torch.Tensor) -> int:
+    return int.from_bytes(slot[:8].numpy().tobytes(), "little")
+
+
+def all_gather(value: T, group: dist.ProcessGroup) -> list[T]:
+    """(all ranks of the group) Return the value of each rank, pickled on the way.
+
+    Small values take one collective. ``all_gather_object`` of torch always takes two in turn: lengths, then values.
+    """
+    data = pickle.dumps(value)
+    slots = list(torch.empty(dist.get_world_size(group), 8 + SLOT_BYTES, dtype=torch.uint8))
+    dist.all_gather(slots, _slot(data), group=group)
+    lengths = [_length(slot) for slot in slots]
+    found = [slot[8:].numpy().tobytes() for slot in slots]
+    if (longest := max(lengths)) > SLOT_BYTES:
+        rests = list(torch.empty(len(slots), longest - SLOT_BYTES, dtype=torch.uint8))
+        dist.all_gather(rests, _rest(data, longest), group=group)
+        found = [begin + rest.numpy().tobytes() for begin, rest in zip(found, rests, strict=True)]
+    return [pickle.loads(each[:length]) for each, length in zip(found, lengths, strict=True)]
+
+
+def broadcast(value: T, group: dist.ProcessGroup) -> T:
+    """(all ranks of the job) Return rank 0's value, pickled on the way. A small value takes one collective."""
+    data = pickle.dumps(value) if dist.get_rank() == 0 else b""
+    slot = _slot(data)
+    dist.broadcast(slot, src=0, group=group)
+    length, found = _length(slot), slot[8:].numpy().tobytes()
+    if length > SLOT_BYTES:
+        rest = _rest(data, length)
+        dist.broadcast(rest, src=0, group=group)
+        found += rest.numpy().tobytes()
+    return cast("T", pickle.loads(found[:length]))
 
 
 class Team:
@@ -133,9 +184,7 @@ class Team:
             group = self._group  # missing once this is closed, even with one rank
             if self.world == 1:
                 return [value]
-            values: list[T | None] = [None] * self.world
-            dist.all_gather_object(values, value, group=group)
-            return cast("list[T]", values)
+            return all_gather(value, group)
 
         return self._wait(act, bound_s, what)
 
@@ -182,17 +231,17 @@ class Team:
     def on_rank0(self, action: Callable[[], T]) -> T:
         """Run ``action`` on rank 0 and return its result, or raise its error, on all ranks."""
         self.gather(None)  # all ranks are in this call
-        outcome: list[T | StreamCkptError | None] = [None]
+        outcome: T | StreamCkptError | None = None
         if self.rank == 0:
             try:
-                outcome[0] = action()
+                outcome = action()
             except Exception as failure:  # as above
-                outcome[0] = self._carried(failure)
+                outcome = self._carried(failure)
         if self.world > 1:
-            self._wait(lambda: dist.broadcast_object_list(outcome, src=0, group=self._group), self._bound_s, "")
-        if isinstance(outcome[0], StreamCkptError):
-            raise outcome[0]
-        return cast("T", outcome[0])
+            outcome = self._wait(lambda: broadcast(outcome, self._group), self._bound_s, "")
+        if isinstance(outcome, StreamCkptError):
+            raise outcome
+        return cast("T", outcome)
 
     def _carried(self, failure: Exception) -> StreamCkptError:
         """Return an error that can be sent to other ranks. A foreign error keeps its name, text and rank."""
