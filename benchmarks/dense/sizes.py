@@ -122,12 +122,13 @@ def main() -> None:
     parser = arguments(__doc__, rounds=3)
     parser.add_argument("--megabytes", type=at_least(1), nargs="+", default=[16, 64, 256])
     parser.add_argument("--repeated", type=at_least(1), default=16, help="megabytes of the state that is saved again")
-    parser.add_argument("--saves", type=at_least(1), default=100, help="in a row, each round")
+    parser.add_argument("--saves", type=at_least(0), default=100, help="in a row, each round; 0: figure 2 alone")
     args = parse(parser, megabytes=[4], repeated=4, saves=2, rounds=1)
     torch.set_num_threads(1)
     report = Report("dense", args, script="sizes.py")
     rooms = {f"{megabytes} MB": room(megabytes, args.rounds + 2) for megabytes in args.megabytes}
-    rooms[named(args)] = room(args.repeated, args.rounds * args.saves + 1)
+    if args.saves:
+        rooms[named(args)] = room(args.repeated, args.rounds * args.saves + 1)
     rows = with_room(report, rooms)
     with scratch("dense") as folder:
         join_group(folder, 0, 1)
