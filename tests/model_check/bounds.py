@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tests.model_check.bucket import Bucket
 from tests.model_check.protocol import Protocol
 from tests.model_check.records import Records
 from tests.model_check.snapshots import Snapshots
@@ -66,12 +67,39 @@ class RecordBound:
         return Records(self.trainers, self.commits, self.losses, self.forgeries, self.trims)
 
 
+@dataclass(frozen=True)
+class BucketBound:
+    """How large a machine of the control partition in a bucket is."""
+
+    appenders: int
+    appends: int
+    losses: int = 0
+    faults: int = 0
+    readers: int = 1
+    begun: int = 1
+    stand: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        zombies = "".join(f", one stands at {end}" for end in self.stand)
+        return (
+            f"bucket: {self.appenders} appenders{zombies}, {self.begun} + {self.appends} records, "
+            f"{self.readers} readers, a prune, a lost answer, {self.losses} losses, {self.faults} faults"
+        )
+
+    def machine(self) -> Bucket:
+        where = {"readers": self.readers, "begun": self.begun, "stand": self.stand}
+        return Bucket(self.appenders, self.appends, 1, 1, self.losses, self.faults, **where)  # type: ignore[arg-type]
+
+
 SMALL = (
     Bound(2, 2, 3),
     Bound(2, 2, 3, kafka=True),
     SnapshotBound(1, 2),
     RecordBound(1, 2),
     RecordBound(2, 2, forgeries=0),
+    BucketBound(1, 2, 1, 1),
+    BucketBound(2, 2, 1, 1, readers=0),
+    BucketBound(2, 2, begun=4, stand=(1, 2), readers=0),
 )
 FULL = (
     Bound(2, 3, 4),
@@ -81,4 +109,8 @@ FULL = (
     SnapshotBound(3, 2, 2),
     RecordBound(2, 2),
     RecordBound(2, 3, forgeries=0),
+    BucketBound(2, 2, 1, 1),
+    BucketBound(2, 3),
+    BucketBound(2, 3, 1, 1, readers=0),
+    BucketBound(2, 2, 1, 1, readers=0, begun=4, stand=(1, 2)),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from tests.model_check.bucket import ALL_BUCKET_RULES, Bucket
 from tests.model_check.protocol import Protocol
 from tests.model_check.records import ALL_RECORD_RULES, Records
 from tests.model_check.rules import ALL
@@ -122,6 +123,53 @@ RECORD_MUTATIONS = (
     RecordMutation(("end_waits", "end_closes"), "P2"),
     RecordMutation(("parents_kept",), "P11", 2, 2, trims=1),
     RecordMutation(("path_asked",), "P11", 2, 3, trims=1),
+)
+
+
+class BucketMutation(NamedTuple):
+    """Rules of the control partition in a bucket that are dropped together."""
+
+    rules: tuple[str, ...]
+    appends: int
+    appenders: int = 1
+    prunes: int = 0
+    silences: int = 0
+    losses: int = 0
+    faults: int = 0
+    readers: int = 0
+    block: int = 2
+    begun: int = 1
+    stand: tuple[int, ...] = ()
+    promise: str = "P2"
+
+    @property
+    def name(self) -> str:
+        return " and ".join(self.rules)
+
+    def machine(self) -> Bucket:
+        """The smallest one that shows it."""
+        rules = replace(ALL_BUCKET_RULES, **dict.fromkeys(self.rules, False))
+        left = (self.prunes, self.silences, self.losses, self.faults, self.readers, self.block)
+        return Bucket(self.appenders, self.appends, *left, self.begun, self.stand, rules)
+
+
+BUCKET_MUTATIONS = (
+    BucketMutation(("created_once",), 2, 2),
+    BucketMutation(("seen_before_next",), 1, silences=1),
+    BucketMutation(("base_after_put",), 3, 2, prunes=1),
+    BucketMutation(("hole_left",), 1, 2, prunes=1, begun=5, stand=(1, 2), promise="P15"),
+    BucketMutation(("silence_is_unknown",), 1, silences=1),
+    BucketMutation(("noted_once_counted",), 3, 2, prunes=1, silences=1),
+    BucketMutation(("base_after_read",), 3, 2, prunes=1, silences=1),
+    BucketMutation(("names_tried",), 1, readers=1, promise="P15"),
+    BucketMutation(("rest_asked",), 3, 2, prunes=1, promise="P15"),
+    BucketMutation(("next_asked",), 2, 2, losses=1, promise="P15"),
+    BucketMutation(("gap_looked_for",), 3, prunes=1, losses=1, readers=1, promise="P15"),
+    BucketMutation(("gap_read_again",), 2, readers=1),
+    BucketMutation(("pack_whole",), 2, 2, faults=1),
+    BucketMutation(("packed_once_known",), 2, 2, prunes=1, block=3, begun=2, stand=(0,)),
+    BucketMutation(("base_first",), 2, 2, prunes=1),
+    BucketMutation(("oldest_first",), 3, 2, prunes=1, promise="P15"),
 )
 SECOND_LINES = (
     Mutation(("nonce_compared",), "", 2, 2, 2, 1, 1),

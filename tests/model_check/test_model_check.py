@@ -6,13 +6,16 @@ from dataclasses import fields
 
 import pytest
 
-from tests.model_check.bounds import FULL, SMALL, Bound, RecordBound, SnapshotBound
+from tests.model_check.bounds import FULL, SMALL, Bound, BucketBound, RecordBound, SnapshotBound
+from tests.model_check.bucket import BucketRules
 from tests.model_check.explore import explore
 from tests.model_check.mutations import (
+    BUCKET_MUTATIONS,
     MUTATIONS,
     RECORD_MUTATIONS,
     SECOND_LINES,
     SNAPSHOT_MUTATIONS,
+    BucketMutation,
     Mutation,
     RecordMutation,
     SnapshotMutation,
@@ -23,7 +26,9 @@ from tests.model_check.snapshots import SnapshotRules
 
 
 @pytest.mark.parametrize("bound", SMALL, ids=str)
-def test_every_run_of_a_small_machine_keeps_all_promises(bound: Bound | SnapshotBound | RecordBound) -> None:
+def test_every_run_of_a_small_machine_keeps_all_promises(
+    bound: Bound | SnapshotBound | RecordBound | BucketBound,
+) -> None:
     found = explore(bound.machine())
     assert found.broken is None, "\n".join([str(found.broken), *found.trace])
     assert found.states > 3_000
@@ -32,7 +37,9 @@ def test_every_run_of_a_small_machine_keeps_all_promises(bound: Bound | Snapshot
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("bound", FULL, ids=str)
-def test_every_run_of_a_full_machine_keeps_all_promises(bound: Bound | SnapshotBound | RecordBound) -> None:
+def test_every_run_of_a_full_machine_keeps_all_promises(
+    bound: Bound | SnapshotBound | RecordBound | BucketBound,
+) -> None:
     found = explore(bound.machine())
     print(f"{bound}: {found.states:,} states, {found.depth} steps deep")
     assert found.broken is None, "\n".join([str(found.broken), *found.trace])
@@ -40,9 +47,13 @@ def test_every_run_of_a_full_machine_keeps_all_promises(bound: Bound | SnapshotB
 
 
 @pytest.mark.parametrize(
-    "mutation", [*MUTATIONS, *SNAPSHOT_MUTATIONS, *RECORD_MUTATIONS], ids=lambda mutation: mutation.name
+    "mutation",
+    [*MUTATIONS, *SNAPSHOT_MUTATIONS, *RECORD_MUTATIONS, *BUCKET_MUTATIONS],
+    ids=lambda mutation: mutation.name,
 )
-def test_without_this_rule_a_promise_breaks(mutation: Mutation | SnapshotMutation | RecordMutation) -> None:
+def test_without_this_rule_a_promise_breaks(
+    mutation: Mutation | SnapshotMutation | RecordMutation | BucketMutation,
+) -> None:
     found = explore(mutation.machine(), most=100_000)
     assert found.broken is not None
     print(f"without {mutation.name}: {found.broken}", *found.trace, sep="\n  ")
@@ -57,4 +68,6 @@ def test_without_this_rule_another_one_keeps_the_promise(mutation: Mutation | Re
 def test_every_rule_is_dropped_by_a_mutation() -> None:
     dropped = {name for mutation in (*MUTATIONS, *RECORD_MUTATIONS, *SECOND_LINES) for name in mutation.rules}
     assert dropped == {field.name for rules in (Rules, RecordRules) for field in fields(rules)}
+    of_buckets = [name for mutation in BUCKET_MUTATIONS for name in mutation.rules]
+    assert sorted(of_buckets) == sorted(field.name for field in fields(BucketRules))
     assert {mutation.rule for mutation in SNAPSHOT_MUTATIONS} == {field.name for field in fields(SnapshotRules)}
