@@ -182,20 +182,22 @@ def test_rows_are_placed_as_by_numpy(
     rows=st.integers(0, 90),
     words=st.integers(0, 130),
     offset=st.integers(0, 15),
+    picks=st.booleans(),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_digests_of_rows_are_those_of_numpy(
-    native: Kernel, width: int, rows: int, words: int, offset: int, seed: int
+    native: Kernel, width: int, rows: int, words: int, offset: int, picks: bool, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
     values = memory(rows * words * width, offset * width, seed).view(f"<i{width}").reshape(rows, words)
     columns, keys = (draw.integers(-(2**63), 2**63 - 1, size) for size in (words, rows))
     found = np.full(rows + 1, 7)
     addresses = (each.ctypes.data for each in (columns, keys, found))
-    native.digest(values.ctypes.data, width, rows, words, *addresses)
+    picked = draw.integers(0, max(1, rows), rows)
+    native.digest(values.ctypes.data, width, picked.ctypes.data if picks else None, rows, words, *addresses)
     expected = [
         sum(int(value) * int(key) for value, key in zip(row, columns, strict=True)) * int(key) % 2**64
-        for row, key in zip(values, keys, strict=True)
+        for row, key in zip(values[picked] if picks else values, keys, strict=True)
     ]
     assert [int(each) % 2**64 for each in found[:-1]] == expected
     assert found[-1] == 7
@@ -206,21 +208,24 @@ def test_digests_of_rows_are_those_of_numpy(
     rows=st.integers(1, 200),
     words=st.integers(1, 130),
     gap=st.sampled_from((0, 3)),
+    picks=st.sampled_from((None, 0, 1, 250)),
     seed=st.integers(0, 2**32 - 1),
 )
 def test_a_digest_is_the_same_by_the_kernel_and_without(
-    native: Kernel, width: int, rows: int, words: int, gap: int, seed: int
+    native: Kernel, width: int, rows: int, words: int, gap: int, picks: int | None, seed: int
 ) -> None:
     draw = np.random.default_rng(seed)
     values = memory(rows * (words + gap) * width, 0, seed).view(f"<i{width}").reshape(rows, words + gap)[:, :words]
-    sizes = words, draw.choice((1, rows))
+    index = None if picks is None else draw.integers(0, rows, 2 * picks)[::2]
+    sizes = words, draw.choice((1, rows if picks is None else picks))
     columns, keys = (draw.integers(-(2**63), 2**63 - 1, 2 * size)[::2] for size in sizes)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(kernel, "DIGESTS_FASTER", PATHS)
         patched.setattr(proof, "kernel", lambda: native)
-        found = proof.digest_rows(values, columns, keys)
+        found = proof.digest_rows(values, columns, keys, index)
+        patched.setattr(proof, "_CHUNK_BYTES", 8 * words * 7)
         patched.setattr(proof, "kernel", lambda: None)
-        assert found.tolist() == proof.digest_rows(values, columns, keys).tolist()
+        assert found.tolist() == proof.digest_rows(values, columns, keys, index).tolist()
 
 
 @given(
@@ -242,7 +247,7 @@ def test_a_copy_has_all_bytes_and_touches_no_other(native: Kernel, length: int, 
 
 def test_an_older_library_without_digests_and_copies_is_used_for_all_else(compiler: str, tmp_path: Path) -> None:
     source = build.SOURCE.read_text()
-    for added in ("digest", "copy"):
+    for added in ("digest_rows", "copy"):
         source = source.replace(f"stream_ckpt_{added}", f"stream_ckpt_other_{added}")
     (tmp_path / "kernel.c").write_text(source)
     library = tmp_path / "libkernel.so"

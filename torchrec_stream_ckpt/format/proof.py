@@ -36,6 +36,8 @@ Digests = npt.NDArray[np.uint64]
 Words = npt.NDArray[np.signedinteger[Any]]
 
 _PER_ROW = 1 << 63
+_CHUNK_BYTES = 256 * 1024
+"""Bytes that numpy adds up at a time, so that the elements stay in a cache while they are words of 8 bytes."""
 _LARGE = 1024
 """Number of words from which on the native kernel is faster, including the call."""
 _ONE = np.uint64(1)
@@ -204,32 +206,44 @@ def per_row_keys(col0: int, cols: int, words_per_element: int = 1) -> Ints:
     return (mixed(slice_ + halves) | _ONE).view(np.int64)
 
 
-def digest_rows(words: Words, columns: Ints, rows: Ints) -> Ints:
+def digest_rows(words: Words, columns: Ints, rows: Ints, index: Ints | None = None) -> Ints:
     """Return one number per row: the sum of its words, each times the key of its column, times the key of the row.
 
     Args:
         words: Shape (n, k), from :func:`words_of`.
         columns: Keys of the columns, shape (k,).
         rows: Keys of the rows, shape (n,), or one for all of them, shape (1,).
+        index: The rows of ``words`` to digest, int64; ``rows`` has their keys. None for all of them, in order.
     """
-    if (sums := native_digests(words, columns, rows)) is not None:
+    if (sums := native_digests(words, columns, rows, index)) is not None:
         return sums
-    found: Ints = np.einsum("ij,j->i", words.astype(np.int64), columns)
+    count = len(words) if index is None else len(index)
+    found: Ints = np.empty(count, np.int64)
+    step = max(1, _CHUNK_BYTES // max(1, 8 * words.shape[1]))
+    for begin in range(0, count, step):
+        part = words[begin : begin + step] if index is None else words[index[begin : begin + step]]
+        np.einsum("ij,j->i", part.astype(np.int64), columns, out=found[begin : begin + step])
     found *= rows
     return found
 
 
-def native_digests(words: Words, columns: Ints, rows: Ints) -> Ints | None:
+def native_digests(words: Words, columns: Ints, rows: Ints, index: Ints | None = None) -> Ints | None:
     """Return :func:`digest_rows` by the native kernel. None if that cannot run, or is not faster."""
-    native = kernel() if words.size >= _LARGE else None
+    count = len(words) if index is None else len(index)
+    native = kernel() if count * words.shape[1] >= _LARGE else None
     if native is None or not native.digests or not words.flags.c_contiguous or not words.flags.aligned:
         return None
     columns = np.ascontiguousarray(columns, np.int64)
-    rows = np.ascontiguousarray(np.broadcast_to(rows, len(words)), np.int64)
+    rows = np.ascontiguousarray(np.broadcast_to(rows, count), np.int64)
+    chosen = None
+    if index is not None:  # the kernel trusts its callers
+        assert not len(index) or (int(index.min()) >= 0 and int(index.max()) < len(words))
+        index = np.ascontiguousarray(index, np.int64)
+        chosen = index.ctypes.data
     assert len(columns) == words.shape[1]
-    sums = np.empty(len(words), np.int64)
+    sums = np.empty(count, np.int64)
     addresses = (each.ctypes.data for each in (columns, rows, sums))
-    native.digest(words.ctypes.data, words.itemsize, *words.shape, *addresses)
+    native.digest(words.ctypes.data, words.itemsize, chosen, count, words.shape[1], *addresses)
     return sums
 
 

@@ -37,8 +37,6 @@ BlocksOf = Callable[[int, int, int], Ints]
 such function."""
 
 _ALIGNED = 64
-_CHUNK_BYTES = 256 * 1024
-"""Bytes added up at a time, so that the elements stay in a cache while they are words of 8 bytes."""
 _PART_ROWS = 1 << 16
 """Rows that a reader copies at a time."""
 _WORDS = {1: "|i1", 2: "<i2", 4: "<i4", 8: "<i8"}
@@ -165,13 +163,15 @@ def _rows_of(blocks: Ints, row0: int, rows: int) -> tuple[Ints, torch.Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Copied rows of one tensor, and the data that identifies them in their digest."""
+    """Rows of one tensor, and the data that identifies them in their digest."""
 
     piece: BlockRows
     section: int
     per_row: bool
     values: Words
     """Bits of the elements, shape (rows, columns)."""
+    in_place: bool
+    """True if these are all rows of the live tensor, and not copies of those of the piece."""
 
     def digests(self) -> Digests:
         piece = self.piece
@@ -180,12 +180,9 @@ class _Rows:
         keys = per_row_keys if self.per_row else column_keys
         columns = keys(piece.col0, piece.cols, per_element)
         rows = row_keys(piece.id, self.section, piece.rows.numpy() + piece.row0)
-        step = max(1, _CHUNK_BYTES // (8 * words.shape[1]))
-        found = [
-            digest_rows(words[begin : begin + step], columns, rows[begin : begin + step])
-            for begin in range(0, len(rows), step)
-        ]
-        return digest_blocks(np.concatenate(found), piece.counts) if found else np.empty(0, np.uint64)
+        return digest_blocks(
+            digest_rows(words, columns, rows, piece.rows.numpy() if self.in_place else None), piece.counts
+        )
 
 
 class Room:
@@ -308,10 +305,10 @@ class CopiedRows:
             yield piece, _summed(piece, copies)
 
 
-def _summed(piece: BlockRows, sections: Iterable[torch.Tensor]) -> Digests:
-    """Return the digests of the rows of a piece, given for each of its sections."""
+def _summed(piece: BlockRows, sections: Iterable[torch.Tensor], *, in_place: bool = False) -> Digests:
+    """Return the digests of the rows of a piece, given for each of its sections; ``in_place`` as of :class:`_Rows`."""
     columns = [
-        _Rows(piece, number, number > 0 and rows.dim() == 1, _bits(rows)).digests()
+        _Rows(piece, number, number > 0 and rows.dim() == 1, _bits(rows), in_place).digests()
         for number, rows in enumerate(sections)
     ]
     return np.stack(columns, 1)
@@ -324,19 +321,14 @@ def _in_place(
     replicated: Sequence[torch.Tensor],
     split: SplitTensors | None,
 ) -> list[torch.Tensor] | None:
-    """Return views of the rows of a piece. None if they are not adjacent, or on a GPU."""
-    if not len(piece.blocks) or int(piece.blocks[-1] - piece.blocks[0]) != len(piece.blocks) - 1:
-        return None
-    first, count = int(piece.rows[0]), len(piece.rows)
+    """Return the live tensors of a piece. None if they are on a GPU, or their rows do not lie one after the other."""
     if piece.kernel < 0:
         tensors = [replicated[piece.position]]
     else:
         assert split is not None
         weights, states = split.of(piece.kernel)
         tensors = [weights[piece.position], *states[piece.position]]
-    if any(each.is_cuda for each in tensors):
-        return None
-    return [each[first : first + count] for each in tensors]
+    return None if any(each.is_cuda or not each.is_contiguous() for each in tensors) else tensors
 
 
 def _copy(
@@ -361,9 +353,7 @@ def _bits(values: torch.Tensor) -> Words:
 def digests(kernels: Sequence[FusedKernel], schema: Schema, blocks_of: BlocksOf) -> Iterator[ShardDigests]:
     """Yield digests of the live rows of some blocks, shard by shard in the order of HELLO.
 
-    Copies a part of them at a time.
-
-    On a GPU the host waits. On a CPU adjacent rows are read in place, so no other thread may write rows meanwhile.
+    On a GPU the host waits. On a CPU rows are read in place, so no other thread may write rows meanwhile.
 
     Args:
         kernels: All kernels of this rank.
@@ -403,7 +393,7 @@ def _digested(
 ) -> Iterator[Digests]:
     for piece in pieces:
         if (sections := _in_place(kernels, piece, replicated, split)) is not None:
-            yield _summed(piece, sections)
+            yield _summed(piece, sections, in_place=True)
             continue
         room.reserve([piece])
         for _, found in CopiedRows(kernels, [piece], replicated, room, split).digests():

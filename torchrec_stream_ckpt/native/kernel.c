@@ -168,9 +168,10 @@ __attribute__((target("+crc"))) static uint32_t update_armv8(uint32_t state, con
 /* ---- digests of rows, for proofs: keys[i] * (sum over j of values[i][j] * columns[j]), modulo 2^64. Values are signed. */
 
 #define DIGEST(NAME, TYPE, HOW)                                                                                        \
-    HOW static void NAME(const TYPE *values, size_t rows, size_t words, const uint64_t *columns, const uint64_t *keys, \
-                         uint64_t *found) {                                                                            \
-        for (size_t row = 0; row < rows; row++, values += words) {                                                     \
+    HOW static void NAME(const TYPE *first, const int64_t *index, size_t rows, size_t words, const uint64_t *columns,  \
+                         const uint64_t *keys, uint64_t *found) {                                                      \
+        for (size_t row = 0; row < rows; row++) {                                                                      \
+            const TYPE *values = first + (index ? (size_t)index[row] : row) * words;                                   \
             uint64_t sum = 0;                                                                                          \
             for (size_t at = 0; at < words; at++) sum += (uint64_t)(int64_t)values[at] * columns[at];                  \
             found[row] = sum * keys[row];                                                                              \
@@ -191,15 +192,16 @@ static int digest_path = PATH_PLAIN;
 
 #define BY_PATH(PATH)                                                                                                  \
     switch (width) {                                                                                                   \
-    case 1: digest_1_##PATH(values, rows, words, columns, keys, found); return 0;                                      \
-    case 2: digest_2_##PATH(values, rows, words, columns, keys, found); return 0;                                      \
-    case 4: digest_4_##PATH(values, rows, words, columns, keys, found); return 0;                                      \
+    case 1: digest_1_##PATH(values, index, rows, words, columns, keys, found); return 0;                                      \
+    case 2: digest_2_##PATH(values, index, rows, words, columns, keys, found); return 0;                                      \
+    case 4: digest_4_##PATH(values, index, rows, words, columns, keys, found); return 0;                                      \
     default: return -1;                                                                                                \
     }
 
-/* Digest rows of words of a width of 1, 2 or 4 bytes, which lie one after the other. Returns -1 for another width. */
-int stream_ckpt_digest(const void *values, int width, size_t rows, size_t words, const uint64_t *columns,
-                       const uint64_t *keys, uint64_t *found) {
+/* Digest rows of words of a width of 1, 2 or 4 bytes. Rows lie one after the other. index: which of them; NULL for the
+   first ones. Returns -1 for another width. */
+int stream_ckpt_digest_rows(const void *values, int width, const int64_t *index, size_t rows, size_t words,
+                            const uint64_t *columns, const uint64_t *keys, uint64_t *found) {
 #if defined(__x86_64__)
     if (digest_path == PATH_AVX512) BY_PATH(avx512)
     if (digest_path == PATH_AVX2) BY_PATH(avx2)

@@ -80,10 +80,10 @@ class Kernel:
             *(POINTER(c_void_p), c_size_t, c_void_p, c_int, c_int64, c_int32),
         )
 
-        self._digest = getattr(library, "stream_ckpt_digest", None)
+        self._digest = getattr(library, "stream_ckpt_digest_rows", None)
         if self._digest is not None:
             self._digest.restype = c_int
-            self._digest.argtypes = (c_void_p, c_int, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)
+            self._digest.argtypes = (c_void_p, c_int, c_void_p, c_size_t, c_size_t, c_void_p, c_void_p, c_void_p)
         self._copy = getattr(library, "stream_ckpt_copy", None)
         if self._copy is not None:
             self._copy.restype, self._copy.argtypes = None, (c_void_p, c_void_p, c_size_t)
@@ -93,20 +93,23 @@ class Kernel:
         """True if :meth:`digest` is there and faster than numpy. An older library may lack it."""
         return self._digest is not None and self.path in DIGESTS_FASTER
 
-    def digest(self, values: int, width: int, rows: int, words: int, columns: int, keys: int, found: int) -> None:
+    def digest(
+        self, values: int, width: int, index: int | None, rows: int, words: int, columns: int, keys: int, found: int
+    ) -> None:
         """Write the digest of each row: the sum of its words, each times the key of its column, times the row's key.
 
         Args:
-            values: Address of ``rows`` times ``words`` signed words, one after the other, at a multiple of ``width``.
+            values: Address of rows of ``words`` signed words, one after the other, at a multiple of ``width``.
             width: Bytes of a word: 1, 2 or 4.
-            rows: Number of rows.
+            index: Address of the numbers of the rows, int64. None for the first ones.
+            rows: Number of rows to digest.
             words: Words of a row.
             columns: Address of the keys of the columns, int64.
             keys: Address of the keys of the rows, int64.
             found: Address of ``rows`` int64.
         """
         assert self._digest is not None
-        done = self._digest(values, width, rows, words, columns, keys, found)
+        done = self._digest(values, width, index, rows, words, columns, keys, found)
         assert done == 0, width
 
     @property
