@@ -348,7 +348,7 @@ def test_a_zombie_is_fenced_although_the_control_records_were_shortened(place: P
 
 
 def test_a_commit_takes_three_requests_in_turn_at_any_age(place: Place, proxy: FaultyProxy) -> None:
-    """It asks for the next record and, at the same time, for the one before; puts its own; and looks for the base."""
+    """It asks for the next record and, at the same time, for its neighbors; puts its own; and looks for the base."""
     log = place.open()
     log.prepare(2)
     job = Job(Path("/nowhere"), log=log)
@@ -359,7 +359,7 @@ def test_a_commit_takes_three_requests_in_turn_at_any_age(place: Place, proxy: F
         proxy.taken()
         control.commit(replace(commit, marker=marker), 60.0, threading.Event())
         asked.append(proxy.taken())
-    assert asked == [{"get": 1, "head": 1, "put": 1, "list": 1}] * len(asked)
+    assert asked == [{"get": 1, "head": 2, "put": 1, "list": 1}] * len(asked)
     assert proxy.consents == 0
     log.close()
 
