@@ -36,6 +36,8 @@ from torchrec_stream_ckpt.flags import whole as at_least
 from torchrec_stream_ckpt.native.kernel import describe
 
 Times = dict[str, list[float]]
+Taken = tuple[float, float]
+"""Seconds, and CPU seconds."""
 _IMPORTED = ["torchrec_stream_ckpt", "torchrec.distributed.model_parallel", "torch.distributed.checkpoint"]
 
 
@@ -227,6 +229,22 @@ def take_turns(variants: Mapping[str, Callable[[], float]], rounds: int, warm_up
                 found.times[name].append(taken)
         tell(f"round {number + 1} of {rounds}")
     return found
+
+
+def in_turns(variants: Mapping[str, Callable[[], Taken]], rounds: int) -> tuple[Measured, Measured]:
+    """Take turns, and return the seconds of the clock and the CPU seconds of the same runs."""
+    spent: Times = {name: [] for name in variants}
+
+    def noted(name: str, run: Callable[[], Taken]) -> Callable[[], float]:
+        def then() -> float:
+            taken, cpu = run()
+            spent[name].append(cpu)
+            return taken
+
+        return then
+
+    found = take_turns({name: noted(name, run) for name, run in variants.items()}, rounds)
+    return found, Measured({name: spent[name][-rounds:] for name in found.times}, found.unavailable)
 
 
 def ratios(base: Sequence[float], own: Sequence[float]) -> list[float]:
@@ -447,7 +465,7 @@ def timed(action: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def timed_cpu(action: Callable[[], object]) -> tuple[float, float]:
+def timed_cpu(action: Callable[[], object]) -> Taken:
     """Seconds of the clock, and CPU seconds of all threads of this process meanwhile."""
     begin = time.process_time()
     taken = timed(action)

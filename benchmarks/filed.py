@@ -30,6 +30,7 @@ _RESTORE = ("restore", "find", "job", "ranks", "store", "format", "log", "checkp
 _FOLD = ("maintain", "store", "format", "log", "find")
 MEASURES: dict[str, tuple[str, ...]] = {
     "age": ("find", "format", "log", "cli", "save", "restore"),
+    "bucket": ("log/api.py", "log/worker.py", "log/publisher.py", "log/bucket", "log/control", "store", "save"),
     "dense": ("dense", "save", "checkpointer.py"),
     "encode": ("capture/staging.py", "format/frame.py", "format/ring.py", "format/rows.py"),
     "evolve": (*_RESTORE, "evolve"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from . import cases, costs, freshness, goals, growth, papers, proof, quoted, scale, scaleout, store, thesis
+from . import bucket, cases, costs, freshness, goals, growth, papers, proof, quoted, scale, scaleout, store, thesis
 from .results import Table
 
 TABLES: dict[str, Callable[..., Table]] = {
@@ -16,6 +16,10 @@ TABLES: dict[str, Callable[..., Table]] = {
     "all-steps": costs.all_steps,
     "any-marker": store.any_marker,
     "as-fast-as-naive": store.as_fast,
+    "bucket-attach": bucket.attach,
+    "bucket-commit": bucket.commit,
+    "bucket-speed": bucket.speed,
+    "bucket-throttle": bucket.throttle,
     "case-goals": cases.goals,
     "counted": store.counted,
     "crashes": papers.crashes,

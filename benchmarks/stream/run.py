@@ -24,7 +24,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -40,15 +40,15 @@ from common import (  # noqa: E402
     Goal,
     Measured,
     Report,
-    Times,
+    Taken,
     UnavailableError,
     add_fsync,
     arguments,
     at_least,
+    in_turns,
     parse,
     refuse_small_machine,
     scratch,
-    take_turns,
     timed_cpu,
     without_fsync,
 )
@@ -65,8 +65,6 @@ from torchrec_stream_ckpt.util.types import StateSpec, TableSpec  # noqa: E402
 
 OURS, RAW, IN_TURN = "ours", "raw", "raw, in turn"
 DIRECT, RAW_DIRECT = "ours, direct", "raw, direct"
-Taken = tuple[float, float]
-"""Seconds, and CPU seconds."""
 TABLE = TableSpec("t", 10_000_000, 64, "float32", "exact_rowwise_adagrad", (StateSpec("sum", "float32", True),))
 LAYOUT = RowLayout.of(TABLE, TABLE.dim)
 OFFSETS, LENGTH = LAYOUT.offsets(LAYOUT.max_rows)
@@ -181,22 +179,6 @@ def raw_produce(producer: Any, topic: str, frames: list[Any], count: int) -> Tak
     if failed:
         raise UnavailableError(f"the broker has not taken {len(failed)} records ({failed[0]})")
     return taken
-
-
-def in_turns(variants: Mapping[str, Callable[[], Taken]], rounds: int) -> tuple[Measured, Measured]:
-    """Seconds, and CPU seconds of the same runs."""
-    spent: Times = {name: [] for name in variants}
-
-    def noted(name: str, run: Callable[[], Taken]) -> Callable[[], float]:
-        def then() -> float:
-            taken, cpu = run()
-            spent[name].append(cpu)
-            return taken
-
-        return then
-
-    found = take_turns({name: noted(name, run) for name, run in variants.items()}, rounds)
-    return found, Measured({name: spent[name][-rounds:] for name in found.times}, found.unavailable)
 
 
 def files(args: Any, count: int, frames: list[Any]) -> tuple[Measured, Measured]:

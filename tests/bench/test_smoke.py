@@ -184,6 +184,8 @@ def test_bars_of_a_filed_result_are_drawn(tmp_path: Path) -> None:
 
 TOO_SMALL = {
     "age/run.py --generations 0": "--generations: 0 is too small: pass at least 1",
+    "bucket/run.py --ids 3": "--ids: 3 is too small: pass at least 4",
+    "bucket/run.py --old 9 --young 9": "--old 9: the old log needs more markers than the young one, which has 9",
     "dense/run.py --ranks 0": "--ranks: 0 is too small: pass at least 1",
     "freshness/run.py --part age --ids 3": "--ids: 3 is too small: pass at least 4",
     "encode/run.py --rounds 0": "--rounds: 0 is too small: pass at least 1",

@@ -72,6 +72,26 @@ def test_what_cannot_run_has_a_reason_and_no_figure(common: ModuleType) -> None:
     assert "not measured: peer is not installed" in "\n".join(found.lines())
 
 
+def test_wall_and_cpu_seconds_of_a_round_belong_together(common: ModuleType) -> None:
+    ran = {"a": iter([(9.0, 8.0), (1.0, 0.5), (2.0, 0.7)]), "b": iter([(9.0, 8.0), (4.0, 3.0), (6.0, 5.0)])}
+    wall, cpu = common.in_turns({name: (lambda own=own: next(own)) for name, own in ran.items()}, rounds=2)
+    assert wall.times == {"a": [1.0, 2.0], "b": [4.0, 6.0]}
+    assert cpu.times == {"a": [0.5, 0.7], "b": [3.0, 5.0]}
+
+
+def test_requests_in_turn_are_the_longest_chain(monkeypatch: pytest.MonkeyPatch) -> None:
+    far = load("bucket/far", monkeypatch)
+    spans = {
+        (): 0,
+        ((0, 1), (1, 2), (2, 3)): 3,
+        ((0, 2), (1, 3), (2, 4)): 2,  # the second one overlaps both others
+        ((0, 9), (1, 2), (3, 4)): 2,
+        ((0, 1), (2, None), (3, 4)): 2,  # one was never answered
+    }
+    for each, turns in spans.items():
+        assert far.in_turn([far.Request("get", *span) for span in each]) == turns
+
+
 def test_a_goal_without_a_figure_is_neither_reached_nor_missed(common: ModuleType) -> None:
     found = report(common, common.Measured({"base": [1.0]}))
     found.goals = [

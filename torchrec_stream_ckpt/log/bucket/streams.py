@@ -17,7 +17,8 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.util.layout import bucket_stream
 from torchrec_stream_ckpt.util.types import LogSpan
 
-_READS_AHEAD = 4
+READS_AHEAD = 4
+"""Objects of a span that are read at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,10 +113,10 @@ def read_frames(objects: Objects, span: LogSpan, found: list[DataObject]) -> Ite
     """Yield (offset, frame) of the frames of a span, from the objects that hold it. Reads a few objects ahead."""
     ahead: deque[tuple[DataObject, Future[memoryview]]] = deque()
     left = deque(found)
-    with ThreadPoolExecutor(_READS_AHEAD, "stream-ckpt-bucket-read") as pool:
+    with ThreadPoolExecutor(READS_AHEAD, "stream-ckpt-bucket-read") as pool:
         try:
             while left or ahead:
-                while left and len(ahead) < _READS_AHEAD:
+                while left and len(ahead) < READS_AHEAD:
                     piece = left.popleft()
                     begin, end = max(piece.begin, span.begin), min(piece.end, span.end)
                     whole = (begin, end) == (piece.begin, piece.end)

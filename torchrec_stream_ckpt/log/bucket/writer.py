@@ -21,7 +21,7 @@ OBJECT_BYTES = 8 * 2**20
 """Bytes of frames that are enough for an object."""
 LINGER_S = 2.0
 """Seconds that a frame waits for more, unless a MARK follows it."""
-_PUTS = 3
+PUTS = 3
 """Objects that are put at the same time."""
 
 
@@ -67,7 +67,7 @@ class BucketWriter:
                     store=objects.url,
                     name=object_name(generation, partition, min(sizes)),
                 )
-        self._workers = [Worker(f"stream-ckpt-put-{number}") for number in range(_PUTS)]
+        self._workers = [Worker(f"stream-ckpt-put-{number}") for number in range(PUTS)]
         self._turn = 0
 
     @property
@@ -128,7 +128,7 @@ class BucketWriter:
         for frame in self._pending:
             acks.append(Ack(self._end, self._end + len(frame)))
             self._end += len(frame)
-        worker = self._workers[self._turn % _PUTS]
+        worker = self._workers[self._turn % PUTS]
         self._turn += 1
         self._flying.append((worker.submit(self._create, begin, self._pending), acks))
         self._pending, self._pending_bytes, self._is_due = [], 0, False
