@@ -110,7 +110,7 @@ def log_requests(ranks: int, *, num_bytes: float, seconds: float) -> Requests:
         seconds: Time since the marker before. Rows that come in between wait for ``LINGER_S`` at most.
     """
     objects = max(1.0, num_bytes / ranks / LOG_OBJECT_BYTES, seconds / LINGER_S)
-    return Requests(put=ranks * objects + 1 + 1 / PACKED, get=2, head=3, list=1)
+    return Requests(put=ranks * objects + 1 + 1 / PACKED, get=1, head=2, list=1)
 
 
 def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tables: int) -> Requests:
