@@ -7,7 +7,13 @@ import time
 
 from tests.model_check.bounds import FULL
 from tests.model_check.explore import Found, explore
-from tests.model_check.mutations import BUCKET_MUTATIONS, MUTATIONS, RECORD_MUTATIONS, SNAPSHOT_MUTATIONS
+from tests.model_check.mutations import (
+    BUCKET_MUTATIONS,
+    MUTATIONS,
+    RECORD_MUTATIONS,
+    SNAPSHOT_MUTATIONS,
+    STREAM_MUTATIONS,
+)
 
 
 def main() -> int:
@@ -20,7 +26,7 @@ def main() -> int:
         print(f"{bound}: {took}: {found.broken or 'all promises hold'}", flush=True)
         well = well and found.broken is None
         _show(found)
-    for mutation in (*MUTATIONS, *SNAPSHOT_MUTATIONS, *RECORD_MUTATIONS, *BUCKET_MUTATIONS):
+    for mutation in (*MUTATIONS, *SNAPSHOT_MUTATIONS, *RECORD_MUTATIONS, *BUCKET_MUTATIONS, *STREAM_MUTATIONS):
         found = explore(mutation.machine())
         print(f"\nwithout {mutation.name}: {found.broken or 'NOTHING BREAKS'} ({found.states:,} states)", flush=True)
         well = well and found.broken is not None

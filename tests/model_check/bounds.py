@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tests.model_check.bucket import Bucket
+from tests.model_check.bucket_stream import BucketStream
 from tests.model_check.protocol import Protocol
 from tests.model_check.records import Records
 from tests.model_check.snapshots import Snapshots
@@ -91,6 +92,21 @@ class BucketBound:
         return Bucket(self.appenders, self.appends, 1, 1, self.losses, self.faults, **where)  # type: ignore[arg-type]
 
 
+@dataclass(frozen=True)
+class StreamBound:
+    """How large a machine of a stream in a bucket is."""
+
+    frames: int
+    silences: int
+    trims: int
+
+    def __str__(self) -> str:
+        return f"bucket: a stream of {self.frames} frames, {self.silences} lost answers, {self.trims} trims"
+
+    def machine(self) -> BucketStream:
+        return BucketStream(self.frames, self.silences, self.trims)
+
+
 SMALL = (
     Bound(2, 2, 3),
     Bound(2, 2, 3, kafka=True),
@@ -100,6 +116,7 @@ SMALL = (
     BucketBound(1, 2, 1, 1),
     BucketBound(2, 2, 1, 1, readers=0),
     BucketBound(2, 2, begun=4, stand=(1, 2), readers=0),
+    StreamBound(4, 1, 1),
 )
 FULL = (
     Bound(2, 3, 4),
@@ -113,4 +130,5 @@ FULL = (
     BucketBound(2, 3),
     BucketBound(2, 3, 1, 1, readers=0),
     BucketBound(2, 2, 1, 1, readers=0, begun=4, stand=(1, 2)),
+    StreamBound(5, 2, 2),
 )

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from tests.model_check.bucket import ALL_BUCKET_RULES, Bucket
+from tests.model_check.bucket_stream import ALL_STREAM_RULES, BucketStream
 from tests.model_check.protocol import Protocol
 from tests.model_check.records import ALL_RECORD_RULES, Records
 from tests.model_check.rules import ALL
@@ -170,6 +171,36 @@ BUCKET_MUTATIONS = (
     BucketMutation(("packed_once_known",), 2, 2, prunes=1, block=3, begun=2, stand=(0,)),
     BucketMutation(("base_first",), 2, 2, prunes=1),
     BucketMutation(("oldest_first",), 3, 2, prunes=1, promise="P15"),
+)
+
+
+class StreamMutation(NamedTuple):
+    """A rule of a stream in a bucket that is dropped."""
+
+    rules: tuple[str, ...]
+    promise: str
+    frames: int
+    silences: int = 1
+    trims: int = 0
+
+    @property
+    def name(self) -> str:
+        return " and ".join(self.rules)
+
+    def machine(self) -> BucketStream:
+        """The smallest one that shows it."""
+        rules = replace(ALL_STREAM_RULES, **dict.fromkeys(self.rules, False))
+        return BucketStream(self.frames, self.silences, self.trims, rules)
+
+
+STREAM_MUTATIONS = (
+    StreamMutation(("object_created_once",), "P1", 2),
+    StreamMutation(("same_bytes",), "P1", 2),
+    StreamMutation(("acked_in_order",), "P1", 2, silences=0),
+    StreamMutation(("taken_over",), "P6", 2),
+    StreamMutation(("walked",), "P3", 3),
+    StreamMutation(("leftovers_first",), "P1", 4, trims=1),
+    StreamMutation(("trimmed_in_order",), "P1", 3, silences=0, trims=1),
 )
 SECOND_LINES = (
     Mutation(("nonce_compared",), "", 2, 2, 2, 1, 1),
