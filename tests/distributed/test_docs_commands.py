@@ -51,6 +51,7 @@ NOT_RUN = {
     r"recipes/online_follow\.py|small --stream_ckpt file://ckpt &$": "tests/distributed/test_follow.py",
     r"recipes/(train_deepfm|resume_resharded)\.py": "tests/distributed/test_recipes.py, on less data",
     r"file://clicks-(ckpt|new)": "tests/distributed/test_evolve_guides.py, on less data",
+    r"--parquet /": "tests/unit/test_parquet_sink.py",
     r"--redis redis://HOST": "tests/sinks/test_redis_sink.py, on a server that it starts",
     r"--follower HOST:PORT": "tests/unit/test_watch_followers.py, with followers that serve metrics",
     r"s3://BUCKET/PREFIX": "tests/s3/test_bucket_job.py, on a server that it starts",

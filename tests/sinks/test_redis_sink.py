@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from tests.builders import table
 from tests.evolved import EvolvingJob
 from tests.followers import LOAD, MARKER, begun, truth, weights_in
+from tests.mapped_job import ONE, MappedJob
 from tests.parts import app
 from tests.sinks.redis_server import RedisServer
 from tests.synthetic import Job
@@ -457,3 +458,152 @@ def test_the_command_writes_it(job: Job, server: RedisServer) -> None:
         failed = CliRunner().invoke(app, [*arguments, *more])
         assert isinstance(failed.exception, ConfigError)
         assert said in str(failed.exception)
+
+
+MAPPED_PREFIX = "a*b[c]?\\:"
+"""It has all characters that a pattern gives a meaning."""
+
+
+def by_raw_id(server: RedisServer) -> dict[str, dict[int, bytes]]:
+    """All rows under the prefix, by table and key."""
+    found: dict[str, dict[int, bytes]] = {}
+    with server.client() as client:
+        for key in client.scan_iter():
+            name = key.decode()
+            if name.startswith(MAPPED_PREFIX) and ":" in (rest := name.removeprefix(MAPPED_PREFIX)):
+                table, _, number = rest.rpartition(":")
+                found.setdefault(table, {})[int(number)] = client.get(key)  # type: ignore[assignment]
+    return found
+
+
+def fed_mapped(job: MappedJob, server: RedisServer, options: Any = None, timeout_s: float = 0.0) -> list[Written]:
+    with follow(f"file://{job.root}", poll_s=0.05, scratch=job.root.parent) as follower:
+        sink = RedisSink(server.url, MAPPED_PREFIX, options)
+        try:
+            return list(Feed(follower, sink).updates(timeout_s))
+        finally:
+            sink.close()
+
+
+def holds_newest(job: MappedJob, server: RedisServer) -> bool:
+    newest = list(job.truths)[-1]
+    with server.client() as client:
+        assert client.hget(f"{MAPPED_PREFIX}_state", "position").startswith(f"{newest}@".encode())  # type: ignore[union-attr]
+        assert client.get("other:t:5") == b"of another program"
+    return by_raw_id(server) == {name: rows for name, rows in job.truths[newest].items() if rows}
+
+
+def mapped_job(folder: Path, server: RedisServer) -> MappedJob:
+    job = MappedJob(folder, world=4)
+    job.begin()
+    job.churn(40)
+    job.commit()
+    with server.client() as client:
+        client.set("other:t:5", b"of another program")
+    return job
+
+
+def test_redis_holds_exactly_the_raw_ids_of_the_marker(
+    tmp_path: Path, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Evictions, kills, and trainers on 4, 3 and 5 ranks, once on an older marker."""
+    job, random = mapped_job(tmp_path / "log", server), np.random.default_rng(3)
+    put, delete, left = RedisSink.put, RedisSink.delete, [10**9]
+
+    def counted(call: Callable[..., None]) -> Callable[..., None]:
+        def run(*arguments: Any) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KilledError
+            call(*arguments)
+
+        return run
+
+    monkeypatch.setattr(RedisSink, "put", counted(put))
+    monkeypatch.setattr(RedisSink, "delete", counted(delete))
+    assert kinds(fed_mapped(job, server)) == [(LOAD, "1:1")]
+    assert holds_newest(job, server)
+    killed = tombstones = 0
+    for number in range(12):
+        if number % 4 == 3:
+            markers = [each for each in job.truths if each.generation == job.generation]
+            job.begin(markers[0 if number == 7 else -1], world=3 if number == 3 else 5)
+        job.churn()
+        job.commit()
+        left[0] = int(random.integers(6)) if number % 2 else 10**9
+        try:
+            written = fed_mapped(job, server)
+        except KilledError:
+            killed += 1
+            continue
+        assert holds_newest(job, server), number
+        tombstones += sum(sum(each.tombstones.values()) for each in written)
+    left[0] = 10**9
+    job.churn()
+    job.commit()
+    fed_mapped(job, server)
+    assert holds_newest(job, server)
+    assert killed > 1
+    assert tombstones > 5
+
+
+def test_tombstones_that_redis_lost_are_written_again(tmp_path: Path) -> None:
+    """Its disk has the deletions of a marker, and not those of the next one."""
+    server = RedisServer(tmp_path / "redis")
+    server.start()
+    job = mapped_job(tmp_path / "log", server)
+    fed_mapped(job, server)
+    for _ in range(2):
+        job.churn(20)
+        job.commit()
+        with server.client() as client:
+            client.save()
+        assert fed_mapped(job, server)[0].tombstones[ONE] > 0
+        server.kill()
+        server.start()
+    job.churn()
+    job.commit()
+    assert kinds(fed_mapped(job, server)) == [(MARKER, "1:4")]
+    assert holds_newest(job, server)
+    server.kill()
+
+
+def test_a_user_without_the_right_to_delete_is_refused_and_nothing_is_skipped(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    job = mapped_job(tmp_path / "log", server)
+    needed = "info hget hset hdel hincrby get set mget mset setrange watch unwatch multi exec"
+    rights = [f"+{name}" for name in needed.split()]
+    login = {"username": "feeder", "password": "secret"}
+    with server.client() as client:
+        client.acl_setuser("feeder", enabled=True, passwords=["+secret"], keys=["*"], commands=rights)
+        with pytest.raises(ConfigError, match=r"Redis refuses: .*'scan' command") as refused:
+            fed_mapped(job, server, login)
+        assert "+unlink +scan" in str(refused.value)
+        client.acl_setuser("feeder", enabled=True, keys=["*"], commands=["+scan"], reset_keys=True)
+        fed_mapped(job, server, login)
+        assert holds_newest(job, server)
+        gone = sorted(job.live(ONE))[:3]
+        job.owners[ONE][np.isin(job.owners[ONE], gone)] = 2**63 - 1
+        job.commit()
+        with pytest.raises(ConfigError, match="'unlink' command"):
+            fed_mapped(job, server, login)
+        client.acl_setuser("feeder", enabled=True, keys=["*"], commands=["+unlink"], reset_keys=True)
+        job.churn()
+        job.commit()
+        assert kinds(fed_mapped(job, server, login)) == [(MARKER, "1:3")]
+        assert holds_newest(job, server)
+        client.acl_deluser("feeder")
+
+
+def test_a_table_that_the_model_dropped_goes_with_its_raw_ids(tmp_path: Path, server: RedisServer) -> None:
+    job = mapped_job(tmp_path / "log", server)
+    fed_mapped(job, server)
+    other = MappedJob(tmp_path / "other", schema=Schema(job.schema.tables[1:]), seed=5)
+    other.begin()
+    other.churn(20)
+    other.commit()
+    with server.client() as client:
+        client.hdel(f"{MAPPED_PREFIX}_state", "position")
+    fed_mapped(other, server)
+    assert holds_newest(other, server)

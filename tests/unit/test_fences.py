@@ -86,7 +86,6 @@ WITH_TORCH = (
     "extras/follower/model.py",
     "extras/follower/replica.py",
     "extras/follower/tables.py",
-    "extras/follower/whole_rows.py",
     "extras/interchange/contents.py",
     "extras/interchange/dcp.py",
     "extras/interchange/dcp_checkpoint.py",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.id_map import RawIdMap, shards_of
 
 LEAST, LARGEST = -(2**63), 2**63 - 1
@@ -38,3 +39,15 @@ def test_a_wrong_hash_size_is_noticed_by_the_raw_ids_of_the_marker() -> None:
     assert RawIdMap(100, shards).strangers() == 0
     assert RawIdMap(1000, shards).strangers() == 2
     assert RawIdMap(100, shards).rows_of(np.array([9, 8, 59, 60, 0])).tolist() == [2, 2, 5, 5, 0]
+
+
+def test_shards_without_rows_answer_nothing_and_refuse_ids_that_are_sent_to_them() -> None:
+    """As of a table whose rows all lie on the first two of five ranks. TorchRec fails for an id of another one, too."""
+    empty = np.empty(0, np.int64)
+    held = (np.array([5, LARGEST]), np.array([0, 1])), (np.array([25, LARGEST]), np.array([3, 2]))
+    known = RawIdMap(100, (*held, *((empty, empty),) * 3))
+    assert known.strangers() == 0
+    assert known.rows_of(np.array([5, 6, 25, 26])).tolist() == [0, 1, 3, 3]
+    assert known.rows_of(empty).tolist() == []
+    with pytest.raises(ConfigError, match="raw id 45 is sent to shard 2 of 5, which has no rows"):
+        known.rows_of(np.array([5, 45]))

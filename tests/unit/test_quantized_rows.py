@@ -37,7 +37,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.extras.follower import model as model_module
 from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.extras.follower.updates import Changed
-from torchrec_stream_ckpt.extras.follower.whole_rows import Quantize, WholeRows
+from torchrec_stream_ckpt.extras.follower.whole_rows import WholeRows, Write
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 
@@ -261,8 +261,8 @@ def test_an_update_quantizes_the_changed_rows_alone(tmp_path: Path, rows: int, m
     counted: list[int] = []
 
     class Counting(WholeRows):
-        def __init__(self, table: TableSpec, quantize: Quantize) -> None:
-            super().__init__(table, lambda ids, weights: (counted.append(len(ids)), quantize(ids, weights))[1])
+        def __init__(self, table: TableSpec, write: Write) -> None:
+            super().__init__(table, lambda ids, weights: (counted.append(len(ids)), write(ids, weights))[1])
 
     monkeypatch.setattr(model_module, "WholeRows", Counting)
     with FollowedModel(module, follow(f"file://{job.root}", scratch=tmp_path)) as model:

@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -18,13 +19,16 @@ from rich.live import Live
 from rich.text import Text
 
 from torchrec_stream_ckpt.cli.common import plain, stopping
-from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions
+from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions, MetricsHost, MetricsPort
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.extras.follower.core import Follower, follow
+from torchrec_stream_ckpt.extras.follower.parquet_sink import ParquetSink
 from torchrec_stream_ckpt.extras.follower.redis_sink import RedisSink
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
-from torchrec_stream_ckpt.extras.follower.sink import Feed
+from torchrec_stream_ckpt.extras.follower.sink import Feed, Sink
+from torchrec_stream_ckpt.extras.follower.stats import values_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
 from torchrec_stream_ckpt.util.units import age, clock
 from torchrec_stream_ckpt.util.uris import job_name, parse_uri
 
@@ -62,7 +66,10 @@ def follow_stream(
     ] = None,
     redis: Annotated[
         str | None,
-        typer.Option(help="Write the rows of each marker into Redis, one key a row.", metavar="redis://HOST:PORT/DB"),
+        typer.Option(
+            help="Write the rows of each marker into Redis, one key a row: its raw id, or its number.",
+            metavar="redis://HOST:PORT/DB",
+        ),
     ] = None,
     redis_prefix: Annotated[
         str | None, typer.Option(help="(--redis) Start of the keys (default: the job's name and a colon).")
@@ -70,6 +77,12 @@ def follow_stream(
     redis_options: Annotated[
         str | None, typer.Option(help="(--redis) Login and TLS, key=value lines.", metavar="FILE")
     ] = None,
+    parquet: Annotated[
+        Path | None,
+        typer.Option(help="Write the changes of each marker into this folder, with tombstones.", metavar="DIR"),
+    ] = None,
+    metrics_port: MetricsPort = None,
+    metrics_host: MetricsHost = "127.0.0.1",
     scratch: Annotated[
         Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
     ] = None,
@@ -79,10 +92,11 @@ def follow_stream(
 
     Reads as an inference replica does (torchrec_stream_ckpt.follow), and changes nothing. Needs no torch.
     """
-    if mode != "markers" and (serve is not None or redis is not None):
-        raise ConfigError(f"--{'serve' if serve else 'redis'} requires a follower of markers", hint="omit --mode rows")
-    if serve is not None and redis is not None:
-        raise ConfigError("--serve and --redis are two followers", hint="run the command twice")
+    outputs = [name for name, given in (("serve", serve), ("redis", redis), ("parquet", parquet)) if given is not None]
+    if outputs and mode != "markers":
+        raise ConfigError(f"--{outputs[0]} requires a follower of markers", hint="omit --mode rows")
+    if len(outputs) > 1:
+        raise ConfigError(f"--{outputs[0]} and --{outputs[1]} are two followers", hint="run the command twice")
     if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
         raise ConfigError("a serving stream cannot be written to the trainer's log", hint="pass another URI to --serve")
     follower = follow(
@@ -104,12 +118,21 @@ def follow_stream(
         if serving is not None:
             stack.callback(serving.close)
         stack.enter_context(stopping(follower.stop))
+        if metrics_port is not None:
+            values = partial(values_of, follower.stats)
+            labels = labels_of(options.uri)
+            stack.callback(serve_metrics(metrics_host, metrics_port, values, FOLLOWER_METRICS, labels).close)
         report = stack.enter_context(_reporter(follower, as_json=json))
+        sink: Sink | None = None
         if redis is not None:
             sink = RedisSink(redis, redis_prefix or f"{job_name(options.uri)}:", redis_options)
+        elif parquet is not None:
+            sink = ParquetSink(parquet)
+        if sink is not None:
             stack.callback(sink.close)
             for written in Feed(follower, sink).updates(0 if once else None, until_closed=until_closed):
-                report(_record(written.update, written.rows, written.took_s))
+                tombstones = sum(written.tombstones.values())
+                report(_record(written.update, written.rows, written.took_s, tombstones=tombstones))
             return
         for update in follower.updates(0 if once else None, until_closed=until_closed):
             record = _read(update, serving)
@@ -135,7 +158,9 @@ def _read(update: Update, serving: ServingWriter | None) -> dict[str, Any]:
     return _record(update, rows, time.monotonic() - begin, served_bytes)
 
 
-def _record(update: Update, rows: Mapping[str, int], took_s: float, served_bytes: int = 0) -> dict[str, Any]:
+def _record(
+    update: Update, rows: Mapping[str, int], took_s: float, served_bytes: int = 0, tombstones: int = 0
+) -> dict[str, Any]:
     """Describe an update. Names of fields are stable: ``--json`` prints them."""
     return {
         "kind": update.kind.value,
@@ -145,6 +170,7 @@ def _record(update: Update, rows: Mapping[str, int], took_s: float, served_bytes
         "step": update.step,
         "age_s": round(max(0.0, time.time() - update.commit.time_s), 3),
         "rows": sum(rows.values()),
+        "tombstones": tombstones,
         "took_s": round(took_s, 3),
         "tables": dict(rows),
         "why": update.why,
@@ -170,7 +196,10 @@ def _now(follower: Follower) -> Text:
         return Text("waiting for the first marker")
     ended = f"; the trainer has ended: {printable(stats.ended.outcome)}" if stats.ended is not None else ""
     newer = "" if stats.newest in (None, stats.marker) else f", {stats.newest} is committed"
-    return Text(f"at marker {stats.marker}, {stats.age_s:.0f} s old{newer}; {stats.rows_per_s:,.0f} rows/s{ended}")
+    rates = f"{stats.rows_per_s:,.0f} rows/s"
+    if stats.tombstones:
+        rates += f", {stats.tombstones_per_s:,.0f} tombstones/s"
+    return Text(f"at marker {stats.marker}, {stats.age_s:.0f} s old{newer}; {rates}{ended}")
 
 
 def _line(record: dict[str, Any]) -> str:
@@ -182,5 +211,6 @@ def _line(record: dict[str, Any]) -> str:
     }[record["kind"]]
     tables = ", ".join(f"{name} {rows:,}" for name, rows in record["tables"].items())
     text = f"{said}, step {record['step']}, {age(time.time() - record['age_s'])} old: "
-    text += f"{record['rows']:,} rows in {record['took_s']:.2f} s"
+    deleted = f", {record['tombstones']:,} tombstones" if record["tombstones"] else ""
+    text += f"{record['rows']:,} rows{deleted} in {record['took_s']:.2f} s"
     return printable(f"{text} ({tables})" if tables else text)

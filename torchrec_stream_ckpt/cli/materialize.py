@@ -15,7 +15,7 @@ import typer
 from torchrec_stream_ckpt.cli.common import stopping
 from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.events import reporter
-from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, Uri
+from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, MetricsHost, MetricsPort, Uri
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.find.job import kept_store, options_of
 from torchrec_stream_ckpt.format.end_note import Outcome
@@ -102,8 +102,6 @@ ScrubRate = Annotated[
         metavar="SIZE",
     ),
 ]
-MetricsPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port.")]
-MetricsHost = Annotated[str, typer.Option(help="Address to serve them at.")]
 
 
 @dataclass(kw_only=True, slots=True)

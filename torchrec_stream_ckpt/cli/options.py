@@ -50,6 +50,8 @@ Width = Annotated[
     int | None,
     typer.Option("--width", min=40, help="Columns of tables. Default: those of the terminal; a pipe cuts nothing."),
 ]
+MetricsPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port.")]
+MetricsHost = Annotated[str, typer.Option(help="Address to serve them at.")]
 Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
 DAY_S = 86_400
 

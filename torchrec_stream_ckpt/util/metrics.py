@@ -149,6 +149,10 @@ FOLLOWER_METRICS: Mapping[str, Metric] = {
     ),
     "newest_marker": Metric(f"{_REPLICA}_newest_marker", "Number of that marker in its generation."),
     "rows_per_s": Metric(f"{_REPLICA}_rows_per_second", "Row records read a second, over the last 10 seconds."),
+    "tombstones": Metric(f"{_REPLICA}_tombstones_total", "Raw ids deleted in a sink.", "counter"),
+    "tombstones_per_s": Metric(
+        f"{_REPLICA}_tombstones_per_second", "Raw ids deleted in a sink a second, over the last 10 seconds."
+    ),
     "reloads": Metric(f"{_REPLICA}_reloads_total", "Times that all rows were loaded again.", "counter"),
     "rollbacks": Metric(f"{_REPLICA}_rollbacks_total", "Times that rows that no marker has were undone.", "counter"),
     "outages": Metric(f"{_REPLICA}_outages_total", "Times that log or store did not answer.", "counter"),

@@ -128,6 +128,15 @@ class Follower:
             raise ConfigError(f"{position!r} is not a position", hint="pass the text of Update.position")
         self._resume = position
 
+    def dense_of(self, marker: MarkerId) -> Path:
+        """Return a folder with the dense state of a marker that need not be the newest one, as :attr:`Update.dense`.
+
+        Raises:
+            MarkerNotFoundError: the log no longer has this marker.
+            ConfigError, CorruptionError, StoreUnavailableError: as :attr:`Update.dense`.
+        """
+        return self._source.dense_at(marker)
+
     def load_anew(self, why: str, first: MarkerId | None = None) -> None:
         """Load every row at the next look instead of the changes only. This includes the update that is being applied.
 
@@ -471,10 +480,11 @@ class Follower:
         is_provisional: bool = False,
         includes: Callable[[MarkerId], bool] = lambda _: True,
     ) -> Update:
-        def counted() -> Iterator[Changed]:
+        def handed(*, counts: bool) -> Iterator[Changed]:
             try:
                 for each in changes():
-                    self.stats.count(len(each.ids))
+                    if counts:
+                        self.stats.count(len(each.ids))
                     yield each
             except UNREADABLE as error:
                 self._broke_off(kind, commit.id, error)
@@ -483,7 +493,18 @@ class Follower:
         def dense() -> Path:
             return self._source.dense(commit)
 
-        return Update(kind, commit, handed_out(schema), why, counted, dense, proof, is_provisional, includes)
+        return Update(
+            kind,
+            commit,
+            handed_out(schema),
+            why,
+            partial(handed, counts=True),
+            dense,
+            proof,
+            is_provisional,
+            includes,
+            preview=partial(handed, counts=False),
+        )
 
     def _broke_off(self, kind: UpdateKind, marker: MarkerId, error: StreamCkptError) -> None:
         """Handle rows of an update that cannot be read: a repeated attempt would fail at the same place."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,11 +17,17 @@ from torchrec_stream_ckpt.extras.follower.core import Follower
 from torchrec_stream_ckpt.extras.follower.replica import Comparisons, Replica, read_rows
 from torchrec_stream_ckpt.extras.follower.unproved_blocks import proof_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
-from torchrec_stream_ckpt.extras.follower.whole_rows import WholeRows
+from torchrec_stream_ckpt.extras.follower.whole_rows import Ids, WholeRows
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
+from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.inner import Compared, Plane, WeightProof, served_parts
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+
+
+def _quantize(quantize: Callable[[Ids, torch.Tensor], None], ids: Ids, weights: Array) -> None:
+    """Quantize whole rows of one table, and write them."""
+    quantize(ids, torch.from_numpy(np.array(weights)))
 
 
 def _spec_name(key: str) -> str:
@@ -125,7 +131,7 @@ class FollowedModel(Replica):
         if named != self._followed:
             self._followed = named
             self._whole = {
-                name: WholeRows(table, self._tables[name].quantize)
+                name: WholeRows(table, partial(_quantize, self._tables[name].quantize))
                 for name, table in named.items()
                 if name not in self._planes
             }

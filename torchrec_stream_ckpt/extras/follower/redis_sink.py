@@ -2,10 +2,12 @@
 
 Keys begin with a prefix, which names the job:
 
-- ``PREFIX TABLE : ROW`` (without spaces): the weights of one row, ``dim`` numbers of the table's dtype, little-endian.
+- ``PREFIX TABLE : KEY`` (without spaces): the weights of one row, ``dim`` numbers of the table's dtype, little-endian.
+  ``KEY`` is the raw id in a table with managed collision, the number of the row in any other.
 - ``PREFIX _state``: a hash with ``position``, ``marker``, ``step``, ``committed_s`` (Unix time) and ``tables`` (JSON:
-  rows, dim and dtype by name). ``position`` ends with ``>`` and a marker while that marker's rows are being written,
-  so that rows may be of two markers. It is missing while all rows are being written.
+  rows, dim, dtype, and ``raw_id`` if its keys are raw ids, by name). ``position`` ends with ``>`` and a marker while
+  that marker's rows are being written, so that rows may be of two markers. It is missing while all rows are being
+  written.
 - ``PREFIX _feed``: identifies the program that feeds the rows.
 """
 
@@ -14,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,12 +31,16 @@ from torchrec_stream_ckpt.util.options import Options, read_options
 from torchrec_stream_ckpt.util.types import TableSpec
 
 _URL = re.compile(r"rediss?://(?:[^/@\s:]+|\[[0-9a-fA-F:]+\])(?::\d{1,5})?(?:/\d{1,3})?")
+_NUMBER = re.compile(r"-?\d{1,19}")
 _BATCH_BYTES = 2**20
 """Weights of one transaction. Redis runs it without a pause."""
 _BATCH_ROWS = 2048
 _ANSWER_S = 30.0
 _MISSING = 0xFF
 """Byte that rows without a key are filled with: not-a-numbers of a kind that no training computes."""
+_SCANNED = 1000
+"""Keys that one step of a scan goes through."""
+_RAW_ID = "raw_id"
 _TEXTS = ("username", "password", "ssl_ca_certs", "ssl_certfile", "ssl_keyfile", "client_name")
 
 
@@ -52,6 +58,8 @@ class RedisSink:
             cluster, or refuses the login.
         SinkUnavailableError: the server does not answer.
     """
+
+    reads_back = True
 
     def __init__(self, url: str, prefix: str, options: Options = None) -> None:
         if "@" in url:
@@ -99,28 +107,35 @@ class RedisSink:
         self._base = stored.partition(">")[0]
         return stored
 
-    def begin(self, update: Update) -> None:
+    def begin(self, update: Update, mapped: Collection[str]) -> None:
         with self._answers():
             if not self._has_claimed:
                 self._client.set(self._feed, self._me)
                 self._has_claimed = True
             if update.kind is UpdateKind.LOAD:
-                self._begin_load(update)
+                self._begin_load(update, mapped)
             else:
                 towards = f"{self._base}>{update.marker}"
                 self._run(lambda pipe: pipe.hset(self._state, "position", towards), begins=self._base)
 
-    def _begin_load(self, update: Update) -> None:
+    def _begin_load(self, update: Update, mapped: Collection[str]) -> None:
         """Forget the position, and delete tables that the model no longer has, or has with other rows."""
-        shapes = {table.name: [table.rows, table.dim, table.dtype] for _, table in update.schema.live}
+        shapes = {
+            table.name: [table.rows, table.dim, table.dtype, *([_RAW_ID] if table.name in mapped else [])]
+            for _, table in update.schema.live
+        }
         known = json.loads(self._client.hget(self._state, "tables") or "{}")
         self._run(lambda pipe: pipe.hdel(self._state, "position"), begins="")
         self._base = ""
         for name, shape in known.items():
             if shapes.get(name) != shape:
-                for begin in range(0, shape[0], _BATCH_ROWS):
-                    end = min(begin + _BATCH_ROWS, shape[0])
-                    self._run(partial(_unlink, [self._key(name, row) for row in range(begin, end)]))
+                if _RAW_ID in shape:
+                    numbers: Iterator[list[int]] = self._scan(name)
+                else:
+                    starts = range(0, shape[0], _BATCH_ROWS)
+                    numbers = (list(range(begin, min(begin + _BATCH_ROWS, shape[0]))) for begin in starts)
+                for keys in numbers:
+                    self._run(partial(_unlink, [self._key(name, key) for key in keys]))
         self._run(lambda pipe: pipe.hset(self._state, "tables", json.dumps(shapes)))
 
     def put(self, changed: Changed) -> None:
@@ -141,6 +156,27 @@ class RedisSink:
 
             with self._answers():
                 self._run(fill)
+
+    def delete(self, table: TableSpec, raw_ids: npt.NDArray[np.int64]) -> None:
+        for begin in range(0, len(raw_ids), _BATCH_ROWS):
+            keys = [self._key(table.name, raw_id) for raw_id in raw_ids[begin : begin + _BATCH_ROWS].tolist()]
+            with self._answers():
+                self._run(partial(_unlink, keys))
+
+    def held(self, table: TableSpec) -> Iterator[npt.NDArray[np.int64]]:
+        with self._answers():
+            for found in self._scan(table.name):
+                yield np.array(found, np.int64)
+
+    def _scan(self, table: str) -> Iterator[list[int]]:
+        """Yield the numbers in the keys of a table, from a scan of all keys of the database."""
+        start = f"{self._prefix}{table}:"
+        cursor, match = None, re.sub(r"([*?\[\]\\])", r"\\\1", start) + "*"
+        while cursor != 0:
+            cursor, keys = self._client.scan(cursor or 0, match=match, count=_SCANNED)
+            numbers = [key.decode("utf-8", "replace").removeprefix(start) for key in keys]
+            if found := [int(number) for number in numbers if _NUMBER.fullmatch(number)]:
+                yield found
 
     def read(self, table: TableSpec, ids: npt.NDArray[np.int64]) -> Array:
         dtype = np.dtype(NUMPY_DTYPES[table.dtype])
@@ -167,8 +203,8 @@ class RedisSink:
     def close(self) -> None:
         self._client.close()
 
-    def _key(self, table: str, row: int) -> str:
-        return f"{self._prefix}{table}:{row}"
+    def _key(self, table: str, key: int) -> str:
+        return f"{self._prefix}{table}:{key}"
 
     def _run(self, fill: Callable[[Any], object], *, begins: str | None = None) -> None:
         """Run commands as one transaction, if nothing that this feed has written was lost meanwhile.
@@ -223,8 +259,8 @@ class RedisSink:
         except (errors.AuthenticationError, errors.AuthorizationError, errors.NoPermissionError) as error:
             raise ConfigError(
                 f"Redis refuses: {error}",
-                hint="its user needs +info +hget +hset +hdel +hincrby +get +set +mget +mset +setrange +unlink +watch "
-                "+unwatch +multi +exec, and the keys of the prefix",
+                hint="its user needs +info +hget +hset +hdel +hincrby +get +set +mget +mset +setrange +unlink +scan "
+                "+watch +unwatch +multi +exec, and the keys of the prefix",
                 sink=self._url,
             ) from None
         except errors.OutOfMemoryError:

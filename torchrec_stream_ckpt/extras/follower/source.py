@@ -198,6 +198,13 @@ class FollowedJob:
         self.job.dense_of(commit).release()  # of the previous marker
         return self.job.dense_folder(commit)
 
+    def dense_at(self, marker: MarkerId) -> Path:
+        """Return :meth:`dense` of a marker. Raises MarkerNotFoundError if the log no longer has it."""
+        commit = self.job.lineage.commits.get(marker)
+        if commit is None:
+            raise MarkerNotFoundError(f"marker {marker} is no longer in this log", hint="load a newer marker")
+        return self.dense(commit)
+
     # Rows.
 
     @contextlib.contextmanager

@@ -31,6 +31,8 @@ class FollowStats:
     """The newest committed marker, as of the last look."""
     rows: int = 0
     """Number of row records handed out."""
+    tombstones: int = 0
+    """(a sink) Number of raw ids deleted, because a marker no longer has them."""
     markers: int = 0
     """Number of updates of kind LOAD and MARKER."""
     reloads: int = 0
@@ -59,7 +61,8 @@ class FollowStats:
     """Number of waits that news of the log has ended."""
     heard_s: float = field(default_factory=time.time)
     """When the log last answered."""
-    _recent: deque[tuple[float, int]] = field(default_factory=deque)
+    _recent: deque[tuple[float, int, int]] = field(default_factory=deque)
+    """When rows were handed out or raw ids deleted, and their numbers."""
 
     @property
     def age_s(self) -> float:
@@ -70,13 +73,20 @@ class FollowStats:
     def rows_per_s(self) -> float:
         """Row records a second over the last :data:`RATE_S` seconds."""
         now = time.monotonic()
-        return sum(rows for when, rows in list(self._recent) if now - when <= RATE_S) / RATE_S
+        return sum(rows for when, rows, _ in list(self._recent) if now - when <= RATE_S) / RATE_S
 
-    def count(self, rows: int) -> None:
-        """Count rows that were handed out."""
-        self.rows += rows
+    @property
+    def tombstones_per_s(self) -> float:
+        """(a sink) Raw ids deleted a second over the last :data:`RATE_S` seconds."""
         now = time.monotonic()
-        self._recent.append((now, rows))
+        return sum(deleted for when, _, deleted in list(self._recent) if now - when <= RATE_S) / RATE_S
+
+    def count(self, rows: int, tombstones: int = 0) -> None:
+        """Count rows that were handed out, and raw ids that were deleted in a sink."""
+        self.rows += rows
+        self.tombstones += tombstones
+        now = time.monotonic()
+        self._recent.append((now, rows, tombstones))
         while now - self._recent[0][0] > RATE_S:
             self._recent.popleft()
 
@@ -130,6 +140,8 @@ def values_of(stats: FollowStats) -> Mapping[str, float]:
         "newest_generation": newest.generation if newest is not None else 0,
         "newest_marker": newest.marker if newest is not None else 0,
         "rows_per_s": stats.rows_per_s,
+        "tombstones": stats.tombstones,
+        "tombstones_per_s": stats.tombstones_per_s,
         "reloads": stats.reloads,
         "rollbacks": stats.rollbacks,
         "outages": stats.outages,

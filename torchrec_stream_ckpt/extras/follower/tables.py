@@ -161,7 +161,8 @@ class FollowedTables(Replica):
             A copy, shape (n, dim), on the device of the table.
 
         Raises:
-            ConfigError: the table is not one of ``input_hash_sizes``, or these are not such ids.
+            ConfigError: the table is not one of ``input_hash_sizes``, these are not such ids, or one of them is sent to
+                a shard without rows, where TorchRec fails, too.
             ReplicaNotReadyError: as :meth:`reading`.
         """
         if table not in self._input_hash_sizes:
@@ -216,7 +217,7 @@ class FollowedTables(Replica):
                 hint="name tables as TableSpec.name does",
                 table=unknown[0],
             )
-        return read_id_maps(update.dense(), self._input_hash_sizes)
+        return read_id_maps(update.dense(), self._input_hash_sizes, len(update.commit.ranks))
 
     def _settle(self, update: Update, compared: Comparisons) -> None:
         self._maps = self._next_maps

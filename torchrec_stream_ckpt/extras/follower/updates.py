@@ -82,6 +82,8 @@ class Update:
     whole: Callable[[Mapping[str, npt.NDArray[np.int64]]], Iterator[Changed]] = lambda ids: iter(())
     """(MARKER) Returns all columns of some rows, by table name, as the marker has them. They are read as those of a
     load, so it is meant for few markers. Call it, and expect errors, as for :attr:`changes`."""
+    preview: Callable[[], Iterator[Changed]] = lambda: iter(())
+    """Returns the same rows as :attr:`changes`, for a look ahead: they are not counted as handed out."""
 
     @property
     def marker(self) -> MarkerId:

@@ -1,4 +1,4 @@
-"""Rows of a quantized table: put together from the columns that arrive, quantized whole, kept as one number each."""
+"""Whole rows of a table, put together from the columns that arrive. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
@@ -14,26 +13,26 @@ from torchrec_stream_ckpt.inner import WeightProof
 from torchrec_stream_ckpt.util.types import TableSpec
 
 Ids = npt.NDArray[np.int64]
-Quantize = Callable[[Ids, torch.Tensor], None]
-"""Quantizes whole rows and writes them."""
+Write = Callable[[Ids, Array], None]
+"""Writes whole rows."""
 _SOME = 1 << 14
 """Row records that are collected at least before they are put together."""
 
 
 class WholeRows:
-    """Hands whole rows of one table to its quantizer.
+    """Hands over whole rows of one table, for places that cannot take a part of a row.
 
-    A quantized row has one scale for all of its columns. If the trainer cuts the table by columns, the parts of a row
-    arrive separately, and are held as floats until all of them are there.
+    If the trainer cuts the table by columns, the parts of a row arrive separately, and are held until all of them are
+    there.
 
     Args:
         table: The table.
-        quantize: Quantizes whole rows and writes them.
+        write: Takes whole rows.
     """
 
-    def __init__(self, table: TableSpec, quantize: Quantize) -> None:
+    def __init__(self, table: TableSpec, write: Write) -> None:
         self._table = table
-        self._quantize = quantize
+        self._hand_over = write
         self._sums = np.zeros(table.rows, np.int64)
         """One number for the float value of each row, from which the digests of a proof are made."""
         self._ids = np.empty(0, np.int64)
@@ -69,7 +68,7 @@ class WholeRows:
         return lacking
 
     def sums_of(self, ids: Ids) -> Ids:
-        """Return ``WeightProof.row_sums`` of the float values that were quantized last."""
+        """Return ``WeightProof.row_sums`` of the rows that were handed over last."""
         return self._sums[ids]
 
     def _put_together(self) -> None:
@@ -91,4 +90,4 @@ class WholeRows:
     def _write(self, ids: Ids, weights: Array) -> None:
         if len(ids):
             self._sums[ids] = WeightProof.row_sums(weights)
-            self._quantize(ids, torch.from_numpy(np.array(weights)))
+            self._hand_over(ids, weights)

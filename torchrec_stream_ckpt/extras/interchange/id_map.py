@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,12 +10,12 @@ import numpy as np
 import numpy.typing as npt
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.interchange.dense_state import read_entries
 
 Ids = npt.NDArray[np.int64]
 
-_NO_ID = np.iinfo(np.int64).max
+NO_ID = np.iinfo(np.int64).max
 """Raw id of a free row."""
 _FIELDS = ("map_raw_ids", "map_rows")
 
@@ -36,13 +36,26 @@ class RawIdMap:
 
     input_hash_size: int
     shards: tuple[tuple[Ids, Ids], ...]
-    """(raw ids, rows). A shard has all of its rows; free ones share the greatest int64 as raw id."""
+    """(raw ids, rows). A shard has all of its rows; free ones share the greatest int64 as raw id. The last shards may
+    have no rows."""
 
     def rows_of(self, raw_ids: Ids) -> Ids:
-        """Return the row of each raw id. An unknown one has the last row of the shard that it is sent to."""
+        """Return the row of each raw id. An unknown one has the last row of the shard that it is sent to.
+
+        Raises:
+            ConfigError: a raw id is sent to a shard without rows, where TorchRec fails, too.
+        """
         rows = np.empty(len(raw_ids), np.int64)
-        for mine, (ids, places) in zip(self._mine(raw_ids), self.shards, strict=True):
+        for number, (mine, (ids, places)) in enumerate(zip(self._mine(raw_ids), self.shards, strict=True)):
             wanted = raw_ids[mine]
+            if not len(ids):
+                if len(wanted):
+                    raise ConfigError(
+                        f"raw id {wanted[0]} is sent to shard {number} of {len(self.shards)}, which has no rows: "
+                        "TorchRec cannot look it up",
+                        hint="look up only raw ids that the trainer can train",
+                    )
+                continue
             found = np.searchsorted(ids[:-1], wanted)
             rows[mine] = np.where(ids[found] == wanted, places[found], places.max())
         return rows
@@ -50,7 +63,7 @@ class RawIdMap:
     def strangers(self) -> int:
         """Count raw ids that the hash size sends to another shard than the one that has them."""
         return sum(
-            int(np.count_nonzero(shards_of(ids[ids != _NO_ID], self.input_hash_size, len(self.shards)) != number))
+            int(np.count_nonzero(shards_of(ids[ids != NO_ID], self.input_hash_size, len(self.shards)) != number))
             for number, (ids, _) in enumerate(self.shards)
         )
 
@@ -60,17 +73,32 @@ class RawIdMap:
             yield np.flatnonzero(shards == number)
 
 
-def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int]) -> dict[str, RawIdMap]:
-    """Read the id maps of tables from a dense directory whose digests have been compared.
+def read_raw_ids(folder: Path) -> dict[str, Ids]:
+    """Read the raw id of each row of all tables with an id map; :data:`NO_ID` for free rows.
 
     Args:
-        folder: The directory.
-        input_hash_sizes: ``input_hash_size`` of the managed collision module, by ``TableSpec.name``.
+        folder: A dense directory whose digests have been compared.
+
+    Returns:
+        Arrays of shape (rows,), by ``TableSpec.name``.
 
     Raises:
-        SchemaMismatchError: the marker has no id map of a table.
-        ConfigError: its raw ids contradict the hash size.
+        CorruptionError: the maps of a table do not give each of its rows at most one raw id, and each raw id one row.
     """
+    owners = {}
+    for table, shards in _read_shards(folder).items():
+        ids, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
+        found = np.full(len(rows), NO_ID, np.int64)
+        used = np.sort(ids[ids != NO_ID])
+        if not np.array_equal(np.sort(rows), np.arange(len(rows))) or (used[1:] == used[:-1]).any():
+            raise CorruptionError("the id maps of the marker give a row or a raw id twice", table=table)
+        found[rows] = ids
+        owners[table] = found
+    return owners
+
+
+def _read_shards(folder: Path, tables: Iterable[str] | None = None) -> dict[str, list[tuple[Ids, Ids]]]:
+    """Read (raw ids, rows) of each shard that has rows, in the order of their rows; ``tables``: None for all."""
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     starts: dict[str, list[int]] = {}
@@ -78,8 +106,8 @@ def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int]) -> dict[str,
         if entry.startswith("collision.") and entry.endswith(f".{_FIELDS[0]}"):
             table, row0, _ = entry.removeprefix("collision.").rsplit(".", 2)
             starts.setdefault(table, []).append(int(row0))
-    maps = {}
-    for table, size in input_hash_sizes.items():
+    found = {}
+    for table in starts if tables is None else tables:
         if table not in starts:
             raise SchemaMismatchError(
                 f"the marker has no id map of this table, only of {', '.join(sorted(starts)) or 'no table'}",
@@ -88,11 +116,32 @@ def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int]) -> dict[str,
             )
         entries = [[f"collision.{table}.{row0}.{field}" for field in _FIELDS] for row0 in sorted(starts[table])]
         values = read_entries(reader, metadata, [each for pair in entries for each in pair])
-        maps[table] = RawIdMap(size, tuple((values[ids].numpy(), values[rows].numpy()) for ids, rows in entries))
+        shards = [(values[ids].numpy(), values[rows].numpy()) for ids, rows in entries]
+        found[table] = [each for each in shards if len(each[0])] or shards[:1]
+    return found
+
+
+def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int], world: int) -> dict[str, RawIdMap]:
+    """Read the id maps of tables from a dense directory whose digests have been compared.
+
+    Args:
+        folder: The directory.
+        world: Number of ranks that have written it. Each has a shard of each table; the last ones may have no rows.
+        input_hash_sizes: ``input_hash_size`` of the managed collision module, by ``TableSpec.name``.
+
+    Raises:
+        SchemaMismatchError: the marker has no id map of a table.
+        ConfigError: its raw ids contradict the hash size.
+    """
+    maps = {}
+    nothing = np.empty(0, np.int64), np.empty(0, np.int64)
+    for table, shards in _read_shards(folder, input_hash_sizes).items():
+        size = input_hash_sizes[table]
+        maps[table] = RawIdMap(size, (*shards, *(nothing for _ in range(world - len(shards)))))
         if strangers := maps[table].strangers():
             raise ConfigError(
                 f"input_hash_size {size} sends {strangers} raw ids of the marker to another of its "
-                f"{len(entries)} shards than the one that has them",
+                f"{world} shards than the one that has them",
                 hint="give the input_hash_size of the trainer's MCHManagedCollisionModule",
                 table=table,
             )

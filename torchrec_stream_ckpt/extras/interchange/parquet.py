@@ -1,23 +1,30 @@
-"""Tables as Parquet files, for analysis: one file a table, one row an id."""
+"""Tables as Parquet files: one file a table, one row an id. Whole ones for analysis, or the changes of a marker."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import numpy as np
+import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
-from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.inner import TableReader, TableWindow
+from torchrec_stream_ckpt.util.types import TableSpec
+
+Ids = npt.NDArray[np.int64]
 
 _WIDENED = ("bfloat16", "float16")
 """Dtypes written as float32, which holds each of their values: few readers of Parquet know half precision."""
 _MAX_NAME = 255
 """Longest name of a file, in bytes, on the file systems of Linux."""
+_GROUP_BYTES = 8 * 2**20
+"""Weights of one row group of changes."""
 
 
 def write_parquet(
@@ -50,7 +57,7 @@ def write_parquet(
 
     names = []
     for reader in readers:
-        names.append(_file_name(reader.spec.name))
+        names.append(file_name(reader.spec.name))
     for reader, name in zip(readers, names, strict=True):
         more = {"table": reader.spec.name, "dtype": reader.spec.dtype, "optimizer": reader.spec.optimizer}
         with _Closing(pyarrow.parquet, folder / name) as sink:
@@ -61,7 +68,8 @@ def write_parquet(
     return names
 
 
-def _file_name(table: str) -> str:
+def file_name(table: str) -> str:
+    """Return the name of a table's file. Raises ConfigError if it is too long."""
     name = f"{quote(table, safe='')}.parquet"
     if len(name) > _MAX_NAME:
         raise ConfigError(
@@ -70,6 +78,74 @@ def _file_name(table: str) -> str:
             table=table,
         )
     return name
+
+
+class ChangesFile:
+    """Changed and deleted rows of one table in a Parquet file that is complete after :meth:`close`.
+
+    Its columns are the key, ``weights`` (a list of ``dim`` numbers; null in a tombstone), and ``tombstone``. bfloat16
+    and float16 become float32, with the same values. Holds :data:`_GROUP_BYTES` of rows, and what one call adds.
+
+    Args:
+        path: A file that does not exist.
+        key: Name of the column with the keys.
+        table: The table.
+        about: Written to the metadata of the file.
+    """
+
+    def __init__(self, path: Path, key: str, table: TableSpec, about: dict[str, str]) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self._pyarrow = pyarrow
+        self._table = table
+        number = _widened(np.empty(0, NUMPY_DTYPES[table.dtype]), table.dtype).dtype
+        weights = pyarrow.list_(pyarrow.from_numpy_dtype(number), table.dim)
+        self._schema = pyarrow.schema(
+            [
+                pyarrow.field(key, pyarrow.int64(), nullable=False),
+                pyarrow.field("weights", weights),
+                pyarrow.field("tombstone", pyarrow.bool_(), nullable=False),
+            ],
+            metadata={**about, "table": table.name, "dtype": table.dtype},
+        )
+        self._writer: Any = pyarrow.parquet.ParquetWriter(path, self._schema)
+        self._parts: list[Any] = []
+        self._held_bytes = 0
+
+    def put(self, keys: Ids, weights: Array) -> None:
+        """Add rows, weights of shape (n, dim)."""
+        vectors = _vectors(self._pyarrow, np.ascontiguousarray(weights), self._table.dtype)
+        self._add([self._pyarrow.array(keys), vectors, self._pyarrow.array(np.zeros(len(keys), np.bool_))])
+
+    def delete(self, keys: Ids) -> None:
+        """Add tombstones."""
+        nothing = self._pyarrow.nulls(len(keys), self._schema.field("weights").type)
+        self._add([self._pyarrow.array(keys), nothing, self._pyarrow.array(np.ones(len(keys), np.bool_))])
+
+    def _add(self, columns: list[Any]) -> None:
+        part = self._pyarrow.table(columns, schema=self._schema)
+        self._parts.append(part)
+        self._held_bytes += part.nbytes
+        if self._held_bytes >= _GROUP_BYTES:
+            self._write()
+
+    def _write(self) -> None:
+        if self._parts:
+            whole = self._pyarrow.concat_tables(self._parts)
+            self._writer.write_table(whole, row_group_size=whole.num_rows)
+        self._parts, self._held_bytes = [], 0
+
+    def close(self) -> None:
+        """Write the rest of the rows, and end the file."""
+        self._write()
+        self._writer.close()
+
+    def abandon(self) -> None:
+        """Close the file, which is not complete."""
+        self._parts = []
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
 
 class _Closing:

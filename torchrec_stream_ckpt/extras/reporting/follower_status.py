@@ -33,6 +33,8 @@ class FollowerStatus:
     age_s: float | None = None
     """Seconds since that marker was committed, by the trainer's wall clock."""
     rows_per_s: float = 0.0
+    tombstones_per_s: float = 0.0
+    """Raw ids deleted in a sink."""
     reloads: int = 0
     doubted: int = 0
     """Blocks of rows because of which it serves nothing."""
@@ -45,6 +47,8 @@ class FollowerStatus:
             return "has applied no marker yet"
         behind = f"{self.behind} behind" if self.behind is not None else "on an older generation"
         parts = [f"marker {self.marker}", behind, f"{duration(self.age_s or 0.0)} old", f"{self.rows_per_s:.0f} rows/s"]
+        if self.tombstones_per_s:
+            parts.append(f"{self.tombstones_per_s:.0f} tombstones/s")
         parts.append(f"{self.reloads} reload{'s' * (self.reloads != 1)}")
         return ", ".join(parts) + (f", serves nothing: {self.doubted} blocks differ" if self.doubted else "")
 
@@ -78,6 +82,7 @@ def follower_status(endpoint: str, newest: MarkerId | None) -> FollowerStatus:
         behind=max(0, newest.marker - at.marker) if same and newest is not None else None,
         age_s=values["age_s"],
         rows_per_s=values["rows_per_s"],
+        tombstones_per_s=values["tombstones_per_s"],
         reloads=int(values["reloads"]),
         doubted=int(values["doubted"]),
     )

@@ -1,0 +1,285 @@
+"""A sink holds exactly the raw ids of the marker that it names, and never the value of a row's old owner."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.followers import LOAD, MARKER, lose_frames
+from tests.mapped_job import ENDS, FREE, ONE, PLAIN, SCHEMA, TWO, Dump, MappedJob
+from tests.stores import fold
+from torchrec_stream_ckpt import follow
+from torchrec_stream_ckpt.errors import SinkUnavailableError
+from torchrec_stream_ckpt.extras.follower.sink import Feed, Written
+from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
+from torchrec_stream_ckpt.maintain.compactor import Policy
+from torchrec_stream_ckpt.read import sent_rows
+from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
+
+
+class KilledError(Exception):
+    """In place of SIGKILL: nothing of the feed runs after it."""
+
+
+class Shelf:
+    """A sink in memory that outlives its feeds. After each call it shows its rows to ``watch``."""
+
+    reads_back = True
+
+    def __init__(self) -> None:
+        self.rows: Dump = {}
+        self.stored = ""
+        self.watch: Callable[[Dump], None] = lambda rows: None
+        self.before: Callable[[], None] = lambda: None
+        """Called before each call that writes rows."""
+        self.calls = 0
+        self.most_rows = 0
+
+    def position(self) -> str:
+        return self.stored
+
+    def begin(self, update: Update, mapped: Collection[str]) -> None:
+        self.before()
+        base = self.stored.partition(">")[0]
+        self.stored = "" if update.kind is UpdateKind.LOAD else f"{base}>{update.marker}"
+        self.mapped = set(mapped)
+
+    def put(self, changed: Changed) -> None:
+        self._count(len(changed.ids))
+        table = self.rows.setdefault(changed.table.name, {})
+        assert changed.weights.shape[1] == changed.table.dim
+        assert FREE not in changed.ids
+        table.update(zip(changed.ids.tolist(), (row.tobytes() for row in changed.weights), strict=True))
+        self.watch(self.rows)
+
+    def delete(self, table: TableSpec, raw_ids: np.ndarray) -> None:
+        self._count(len(raw_ids))
+        for raw_id in raw_ids.tolist():
+            self.rows.get(table.name, {}).pop(raw_id, None)
+        self.watch(self.rows)
+
+    def _count(self, rows: int) -> None:
+        self.before()
+        self.calls, self.most_rows = self.calls + 1, max(self.most_rows, rows)
+
+    def held(self, table: TableSpec) -> Iterator[np.ndarray]:
+        keys = np.array(list(self.rows.get(table.name, {})), np.int64)
+        yield from np.array_split(keys, 3)
+
+    def read(self, table: TableSpec, ids: np.ndarray) -> np.ndarray:
+        missing = b"\xff" * table.dim * np.dtype(NUMPY_DTYPES[table.dtype]).itemsize
+        data = b"".join(self.rows[table.name].get(key, missing) for key in ids.tolist())
+        return np.frombuffer(data, NUMPY_DTYPES[table.dtype]).reshape(len(ids), table.dim)
+
+    def done(self, update: Update) -> None:
+        self.stored = update.position
+
+    def close(self) -> None: ...
+
+
+def fed(job: MappedJob, shelf: Shelf, **more: object) -> list[Written]:
+    """What one process of a feed writes."""
+    with follow(f"file://{job.root}", poll_s=0.05, scratch=job.root.parent, **more) as follower:  # type: ignore[arg-type]
+        return list(Feed(follower, shelf).updates(0))
+
+
+def never_an_old_owners(job: MappedJob) -> Callable[[Dump], None]:
+    """A check of what readers see: for each key a value that it had at a marker."""
+
+    known: dict[tuple[str, int], set[bytes]] = {}
+    seen: set[MarkerId] = set()
+
+    def watch(rows: Dump) -> None:
+        for marker in job.truths.keys() - seen:
+            seen.add(marker)
+            for name in (ONE, TWO):
+                for key, value in job.truths[marker][name].items():
+                    known.setdefault((name, key), set()).add(value)
+        for name in (ONE, TWO):
+            for key, value in rows.get(name, {}).items():
+                assert value in known.get((name, key), ()), (name, key)
+
+    return watch
+
+
+def begun(folder: Path, seed: int = 0, world: int = 4) -> MappedJob:
+    job = MappedJob(folder, seed=seed, world=world)
+    job.begin()
+    job.churn(40)
+    job.commit()
+    return job
+
+
+def is_true(job: MappedJob, shelf: Shelf) -> bool:
+    newest = list(job.truths)[-1]
+    assert shelf.stored.startswith(f"{newest}@")
+    assert ">" not in shelf.stored
+    return {name: rows for name, rows in shelf.rows.items() if rows} == {
+        name: rows for name, rows in job.truths[newest].items() if rows
+    }
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_jobs_that_restart_rewind_and_evict_under_feeds_that_die(
+    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Old versions of rows come first, as in updates that memory does not hold."""
+    monkeypatch.setattr(sent_rows, "HELD_BYTES", 700)
+    job, shelf, rng = begun(tmp_path / "log", seed), Shelf(), np.random.default_rng(seed)
+    shelf.watch = never_an_old_owners(job)
+    worlds = iter([3, 5, 4, 3, 5])
+    loads = changes = killed = tombstones = 0
+    for number in range(15):
+        for _ in range(int(rng.integers(1, 3))):
+            for _ in range(int(rng.integers(1, 4))):
+                job.churn()
+                job.touch(2)
+            job.commit()
+        if number % 5 == 4:
+            markers = [each for each in job.truths if each.generation == job.generation]
+            parent = markers[-1] if number % 2 else markers[int(rng.integers(len(markers)))]
+            job.begin(parent, world=next(worlds))
+            job.churn()
+            job.commit()
+        left = [int(rng.integers(12))] if rng.random() < 0.5 else [10**9]
+
+        def die(left: list[int] = left) -> None:
+            left[0] -= 1
+            if left[0] < 0:
+                raise KilledError
+
+        shelf.before = die
+        try:
+            written = fed(job, shelf)
+        except KilledError:
+            killed += 1
+            continue
+        assert is_true(job, shelf), number
+        loads += written[0].update.kind is LOAD
+        changes += written[0].update.kind is MARKER
+        tombstones += sum(sum(each.tombstones.values()) for each in written)
+    shelf.before = lambda: None
+    fed(job, shelf)
+    assert is_true(job, shelf)
+    assert loads > 0
+    assert min(killed, changes) > 3
+    assert tombstones > 20
+
+
+def test_tombstones_are_the_raw_ids_that_the_marker_lost_and_reassigned_rows_are_sent(tmp_path: Path) -> None:
+    job, shelf = MappedJob(tmp_path / "log"), Shelf()
+    job.begin()
+    job.owners[ONE][:4] = [ENDS[0], 7, 8, ENDS[-1]]
+    job.commit()
+    fed(job, shelf)
+    assert set(shelf.rows[ONE]) == {ENDS[0], 7, 8, ENDS[-1]}
+    assert TWO not in shelf.rows
+    assert set(shelf.rows[PLAIN]) == set(range(25))
+    # Row 0 is reassigned and its bytes stay; 7 moves to row 50; 8 and the greatest one change places.
+    job.owners[ONE][[0, 1, 2, 3, 50]] = [9, FREE, ENDS[-1], 8, 7]
+    job.commit()
+    (written,) = fed(job, shelf)
+    assert written.update.kind is MARKER
+    assert dict(written.tombstones) == {ONE: 1}
+    assert dict(written.rows) == {ONE: 4}
+    assert is_true(job, shelf)
+    job.owners[ONE][:] = FREE
+    job.commit()
+    (written,) = fed(job, shelf)
+    assert dict(written.tombstones) == {ONE: 4}
+    assert dict(written.rows) == {}
+    assert shelf.rows[ONE] == {}
+    assert is_true(job, shelf)
+
+
+def test_a_log_that_was_trimmed_and_a_map_that_is_gone(tmp_path: Path) -> None:
+    """The rows in between come from the store. Without the ids that the sink holds, all rows are loaded."""
+    job, shelf = begun(tmp_path / "log"), Shelf()
+    held = job.commit()
+    fed(job, shelf)
+    for _ in range(2):
+        job.churn()
+        job.commit()
+    fold(job.root, Policy(rebase=0, compact="none"))
+    lose_frames(job)
+    (written,) = fed(job, shelf)
+    assert written.update.kind is MARKER
+    assert is_true(job, shelf)
+    shelf.stored = f"{held.id}@{held.nonce}>1:3"  # as if it had died at an older marker
+    shelf.rows[ONE][12345] = b"stray of a marker that is gone"
+    shutil.rmtree(job.root / held.dense)
+    (written,) = fed(job, shelf)
+    assert written.update.kind is LOAD
+    assert "id maps of marker 1:2, which the sink holds, cannot be read" in written.update.why
+    assert written.tombstones[ONE] == 1
+    assert is_true(job, shelf)
+
+
+def test_a_sink_that_is_away_gets_everything_once_it_is_back(tmp_path: Path) -> None:
+    """Each attempt breaks off at another place, and the job goes on meanwhile."""
+    job, shelf = begun(tmp_path / "log"), Shelf()
+    shelf.watch = never_an_old_owners(job)
+    with follow(f"file://{job.root}", poll_s=0.01, scratch=tmp_path) as follower:
+        feed = Feed(follower, shelf)
+        assert len(list(feed.updates(0))) == 1
+        at = [0]
+
+        def away() -> None:
+            if at[0] > 0:
+                at[0] -= 1
+            elif at[0] == 0 and attempts:
+                at[0] = attempts.pop()
+                job.churn()
+                job.commit()
+                raise SinkUnavailableError("the shelf does not answer", sink="shelf")
+
+        attempts = [9, 0, 4, 2, 1, 7, 3]
+        shelf.before = away
+        job.churn()
+        job.commit()
+        written = list(feed.updates(1.0))
+        assert not attempts
+        assert {each.update.kind for each in written} == {MARKER}
+        assert is_true(job, shelf)
+        assert follower.stats.outages >= 1
+        assert follower.stats.tombstones >= sum(sum(each.tombstones.values()) for each in written)
+        shelf.before = lambda: None
+        job.churn()
+        job.commit()
+        list(feed.updates(0))
+        assert is_true(job, shelf)
+    shelf.watch = lambda rows: None
+    shelf.stored, shelf.rows = "", {ONE: {55555: b"of another log"}}  # another one in its place
+    assert [each.update.kind for each in fed(job, shelf)] == [LOAD]
+    assert is_true(job, shelf)
+
+
+def test_work_is_that_of_the_changed_rows_and_a_call_never_holds_more_than_a_window(tmp_path: Path) -> None:
+    """At ten times the table the same calls, in which at most as many rows as were sent."""
+    seen = []
+    for rows in (600, 6_000):
+        tables = tuple(each for each in SCHEMA.tables if each.name != TWO)
+        schema = type(SCHEMA)(tuple(type(each)(**{**_fields(each), "rows": rows}) for each in tables))
+        job, shelf = MappedJob(tmp_path / str(rows), schema=schema, world=1), Shelf()
+        job.owners = {ONE: np.arange(1000, 1000 + rows)}
+        job.begin()
+        job.commit()
+        fed(job, shelf)
+        shelf.calls = shelf.most_rows = 0
+        job.owners[ONE][:25] += 10**6
+        job.send(ONE, range(40))
+        job.commit()
+        (written,) = fed(job, shelf)
+        assert (dict(written.rows), dict(written.tombstones)) == ({ONE: 40}, {ONE: 25})
+        assert is_true(job, shelf)
+        seen.append((shelf.calls, shelf.most_rows))
+    assert seen[0] == seen[1]
+
+
+def _fields(table: TableSpec) -> dict[str, object]:
+    return {name: getattr(table, name) for name in table.__slots__}
