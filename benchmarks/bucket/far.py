@@ -151,12 +151,12 @@ class _Proxy:
                 request = [kind_of(method, target), time.monotonic(), None]
                 self._requests.append(request)
                 latency_s, fault = self._latency_s, self._fault
-                if "100-continue" in (headers.get("Expect") or "").lower():
-                    time.sleep(latency_s)
-                    client.wfile.write(_CONTINUE)
                 if fault == SILENCE:
                     client.rfile.read()  # until the client gives up
                     return
+                if "100-continue" in (headers.get("Expect") or "").lower():
+                    time.sleep(latency_s)
+                    client.wfile.write(_CONTINUE)
                 if fault == SLOW_DOWN:
                     client.rfile.read(length)
                     time.sleep(latency_s)

@@ -294,3 +294,15 @@ def test_what_a_store_refuses_is_one_clear_error(
     proxy.heal()
     assert set(store.list("")) == {Entry("a/x", 3), Entry("a/z", 13)}
     store.close()
+
+
+@pytest.mark.parametrize("size", [2 * 2**20, 8 * 2**20])
+def test_a_large_put_that_is_never_answered_is_tried_again(s3_server: S3Server, proxy: FaultyProxy, size: int) -> None:
+    """Its body is not held back until the server asks for it: the client's time-outs do not hold for that wait."""
+    store = opened(s3_server, proxy, attempts=3)
+    proxy.harm("put", "silence", 1)
+    data = bytes(range(256)) * (size // 256)
+    assert store.create("a/y", [data])
+    assert proxy.fired["put", "silence"] == 1
+    assert bytes(store.read("a/y")) == data
+    store.close()

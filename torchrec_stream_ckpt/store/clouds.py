@@ -41,6 +41,8 @@ class Cloud:
     """
     connect: Callable[[Any], object] | None = None
     """Function that is called with a file system before its first put."""
+    prepare: Callable[[Any], None] | None = None
+    """Function that is called with a new file system, before its first request."""
     delete: Callable[[Any, list[str]], list[str]] | None = None
     """Function that deletes up to 1000 objects by one request. It returns those that the store did not delete.
 
@@ -108,6 +110,19 @@ def _send_small_bodies_at_once(files: Any) -> None:
     files.s3.meta.events.register_last("before-call.s3", omit_question)
 
 
+def _send_bodies_at_once(files: Any) -> None:
+    """Send the body of a put without waiting for an interim answer (``Expect: 100-continue``).
+
+    The client's time-outs do not hold for that wait, so a put to a server that does not answer would never end. It also
+    takes a round trip.
+    """
+    from aiobotocore.session import AioSession
+    from botocore.handlers import add_expect_header
+
+    files.session = AioSession(**files.kwargs)  # as s3fs makes it
+    files.session.unregister("before-call.s3", add_expect_header)
+
+
 def _delete_from_s3(files: Any, paths: list[str]) -> list[str]:
     """Delete by one request. ``rm`` of s3fs is such a request as well, but ignores what the store refuses."""
     keys = {files.split_path(path)[1]: path for path in paths}
@@ -130,6 +145,7 @@ _S3 = Cloud(
     whole={"max_concurrency": 1},
     length=_length_on_s3,
     upload=_upload_to_s3,
+    prepare=_send_bodies_at_once,
     connect=_send_small_bodies_at_once,
     delete=_delete_from_s3,
     keys_hint="check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)",

@@ -71,6 +71,8 @@ class FsspecObjects:
         try:
             # A separate instance. fsspec would share one, with its caches, between callers with the same options.
             self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **(named | settings))
+            if self._cloud.prepare is not None:
+                self._cloud.prepare(self._fs)
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the store's options are not valid: {error}", url=self.url) from None
         except Exception as error:  # without its message, which may contain a token
