@@ -68,10 +68,13 @@ class Twin:
 
 
 @settings(max_examples=sampled(300, 50))
-@given(st.lists(EVENTS, max_size=25), st.sampled_from([0, TOTAL]))
-def test_what_is_found_is_what_was_set_and_not_cleared(events: list[tuple[object, ...]], small: int) -> None:
+@given(st.lists(EVENTS, max_size=25), st.sampled_from([0, TOTAL]), st.sampled_from([0, 2 * TOTAL]))
+def test_what_is_found_is_what_was_set_and_not_cleared(
+    events: list[tuple[object, ...]], small: int, wakes: int
+) -> None:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(rowmask, "_SMALL", small)
+        patched.setattr(rowmask, "_WAKES", wakes)
         _replay(events)
 
 

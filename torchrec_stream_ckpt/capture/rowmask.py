@@ -32,6 +32,9 @@ _MANY = 16
 
 _DENSE = 32
 """If more than one of 32 rows is set, writing the whole mask costs less than writing their bytes one by one."""
+_WAKES = 1 << 20
+"""Rows from which on torch empties a mask. It wakes its threads for 32,768 bytes already, which costs more than the
+write of a small mask: up to 4 ms of a restore."""
 
 
 class RowMask:
@@ -167,7 +170,10 @@ class RowMask:
 
     def clear_all(self) -> None:
         self._hand, self._torn, self.left = None, False, 0
-        self.bits.zero_()
+        if 0 < self._bits.size < _WAKES:
+            self._bits.fill(False)
+        else:
+            self.bits.zero_()
         if self._flags is not None:
             self._flags.fill(False)
         self._cleared()
