@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from torchrec_stream_ckpt.util.uris import without_login
 
 WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload becomes visible whole or not at all."""
-_SMALL_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +37,6 @@ class Cloud:
 
     None if a store that supports the condition also supports it for large objects.
     """
-    connect: Callable[[Any], object] | None = None
-    """Function that is called with a file system before its first put."""
     prepare: Callable[[Any], None] | None = None
     """Function that is called with a new file system, before its first request."""
     delete: Callable[[Any, list[str]], list[str]] | None = None
@@ -99,17 +95,6 @@ def _upload_to_s3(files: Any, path: str, data: bytes) -> None:
         raise
 
 
-def _send_small_bodies_at_once(files: Any) -> None:
-    """Send a small object along with its request. botocore waits for the server's consent first: a round trip more."""
-
-    def omit_question(params: dict[str, Any], **_: object) -> None:
-        body = params.get("body")
-        if isinstance(body, io.BytesIO) and body.getbuffer().nbytes <= _SMALL_BYTES:
-            params["headers"].pop("Expect", None)
-
-    files.s3.meta.events.register_last("before-call.s3", omit_question)
-
-
 def _send_bodies_at_once(files: Any) -> None:
     """Send the body of a put without waiting for an interim answer (``Expect: 100-continue``).
 
@@ -119,7 +104,8 @@ def _send_bodies_at_once(files: Any) -> None:
     from aiobotocore.session import AioSession
     from botocore.handlers import add_expect_header
 
-    files.session = AioSession(**files.kwargs)  # as s3fs makes it
+    if files.session is None:
+        files.session = AioSession(**files.kwargs)  # as s3fs makes it
     files.session.unregister("before-call.s3", add_expect_header)
 
 
@@ -146,7 +132,6 @@ _S3 = Cloud(
     length=_length_on_s3,
     upload=_upload_to_s3,
     prepare=_send_bodies_at_once,
-    connect=_send_small_bodies_at_once,
     delete=_delete_from_s3,
     keys_hint="check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)",
     servers=("endpoint_url",),

@@ -87,7 +87,6 @@ class FsspecObjects:
         self._answered = False
         """True if an access to an object has shown that the bucket exists."""
         self._looks_first = False
-        self._has_put = False
 
     @property
     def looks_first(self) -> bool:
@@ -122,9 +121,6 @@ class FsspecObjects:
         path, may_be_taken = self._path(name), mode != "overwrite"
         with self._errors("write", name):
             failpoint("store.upload")
-            if self._cloud.connect is not None and not self._has_put:
-                self._cloud.connect(self._fs)
-                self._has_put = True
             try:
                 if mode == "create in parts" and self._cloud.upload is not None:
                     self._cloud.upload(self._fs, path, data)
