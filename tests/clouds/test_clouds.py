@@ -45,7 +45,7 @@ def server(request: pytest.FixtureRequest) -> CloudServer:
 def test_a_bucket_that_is_not_there_is_no_empty_store(server: CloudServer, use: str) -> None:
     place = f"{server.scheme}://no-such-bucket/x"
     store = open_store(place, server.options())
-    with pytest.raises(StoreUnavailableError, match="the bucket does not exist") as refused:
+    with pytest.raises(StoreUnavailableError, match="the bucket 'no-such-bucket' does not exist") as refused:
         USES[use](store)
     assert refused.value.where["store"] == place
     assert refused.value.hint == "create the bucket, or correct the store's URL"

@@ -568,8 +568,11 @@ def test_a_store_that_ignores_conditions_is_refused(place: Place, proxy: FaultyP
 
 def test_a_bucket_that_is_not_there_and_rights_that_lack_are_named(place: Place, proxy: FaultyProxy) -> None:
     nowhere = open_log("s3://no-such-bucket/job", place.options)
-    with pytest.raises(LogUnavailableError, match="bucket"):
+    with pytest.raises(LogUnavailableError, match="the bucket 'no-such-bucket' does not exist"):
         nowhere.prepare(1)
+    with pytest.raises(LogUnavailableError) as caught:
+        nowhere.control_base()
+    assert "cannot list the objects below s3://no-such-bucket/job: the bucket 'no-such-bucket'" in str(caught.value)
     nowhere.close()
     proxy.refuse("put", 403, "AccessDenied")
     log = place.open()
@@ -584,7 +587,9 @@ def test_a_bucket_that_is_not_there_and_rights_that_lack_are_named(place: Place,
         ("s3://key:secret@bucket/job", "must be a bucket and a prefix only"),
         ("s3://bucket", "does not name a bucket and a prefix"),
         ("s3:///job", "does not name a bucket and a prefix"),
-        ("s3://bucket/a/../b", "does not name a bucket and a prefix"),
+        ("s3://bucket/a/../b", "contains the part '..'"),
+        ("s3://a//b", r"'s3://a//b' contains an empty part \('//'\)"),
+        ("s3://bucket/./b", "contains the part '.'"),
         ("s3://bucket/job?endpoint=x", "must be a bucket and a prefix only"),
     ],
 )

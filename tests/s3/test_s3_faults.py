@@ -44,7 +44,7 @@ LASTING: list[tuple[Kind, Fault, str]] = [
     ("put", "slow down", "cannot write it: the store is still too busy after all retries"),
     ("get", "error", "cannot read it: the store still fails after all retries"),
     ("head", "slow down", "cannot inspect it: the store is still too busy after all retries"),
-    ("list", "broken before", "cannot list it: the connection was lost"),
+    ("list", "broken before", "cannot list the objects below s3://tests/[^ ]*: the connection was lost"),
     ("delete", "silence", "cannot delete it: the connection was lost"),
     ("part", "slow down", "cannot write it: the store is still too busy after all retries"),
 ]
@@ -277,7 +277,7 @@ def test_requests_of_each_use_are_those_that_the_plan_counts(
         ("AccessDenied", 403, "permission denied by the store", "permissions that docs/operations.md lists"),
         ("RequestTimeTooSkewed", 403, "this machine's clock is wrong", "set the clock"),
         ("AuthorizationHeaderMalformed", 400, "the bucket is in another region", "client_kwargs.region_name"),
-        ("NoSuchBucket", 404, "the bucket does not exist", "create the bucket"),
+        ("NoSuchBucket", 404, "the bucket 'tests' does not exist", "create the bucket"),
         ("ExpiredToken", 400, "the session's token has expired", "AWS_ACCESS_KEY_ID"),
     ],
 )

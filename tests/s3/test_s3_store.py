@@ -70,7 +70,7 @@ def test_wrong_credentials_are_told_apart_at_every_use(s3_server: S3Server, chan
 def test_a_bucket_that_is_not_there_is_said_at_every_use_but_deleting(s3_server: S3Server) -> None:
     store = open_store("s3://no-such-bucket/x", s3_server.options())
     for use in (use for name, use in USES.items() if name != "delete"):
-        with pytest.raises(StoreUnavailableError, match="the bucket does not exist") as refused:
+        with pytest.raises(StoreUnavailableError, match="the bucket 'no-such-bucket' does not exist") as refused:
             use(store)
         assert refused.value.where["store"] == "s3://no-such-bucket/x"
     store.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -156,6 +157,15 @@ def test_an_empty_log_over_its_own_store_is_no_fresh_start(lost: Path, tmp_path:
     with pytest.raises(CorruptionError, match="was lost") as raised:
         check_not_lost(parse_uri(f"file://{lost}"), objects)
     assert f"stream-ckpt recover file://{lost} --store file://{lost}" in raised.value.hint
+    for name in ("a folder", "it's"):  # the command can be pasted into a shell
+        place = shutil.copytree(lost, tmp_path / name)
+        with pytest.raises(CorruptionError) as raised:
+            check_not_lost(parse_uri(f"file://{place}"), open_store(str(place)))
+        command = raised.value.hint.removeprefix("recover it: ").partition(";")[0]
+        assert shlex.split(command) == ["stream-ckpt", "recover", f"file://{place}", "--store", f"file://{place}"]
+        with pytest.raises(MarkerNotFoundError) as missing:
+            run("list", f"file://{tmp_path}/no such {name}")
+        assert f"doctor {shlex.quote(f'file://{tmp_path}/no such {name}')} --new" in missing.value.hint
     check_not_lost(parse_uri(f"file://{tmp_path}/another"), objects)
     check_not_lost(parse_uri(f"file://{lost}"), open_store(str(tmp_path / "nothing")))
 

@@ -12,6 +12,7 @@ import re
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import typer
@@ -48,14 +49,14 @@ def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
             if not (lineage.claims or lineage.unsigned):
                 raise CorruptionError(
                     f"{rows.what} rows, but {rows.control}, which names the job that wrote them, is missing or empty",
-                    hint=f"run stream-ckpt recover {job.uri} --store {job.store or 'URL'}",
+                    hint=f"run stream-ckpt recover {quote(str(job.uri))} --store {quote(job.store or 'URL')}",
                     path=rows.place,
                 )
         if job.log.incarnation() is None:
             raise MarkerNotFoundError(
                 "there is no log here",
                 hint="check the URI; a job creates its log when it starts, and before that "
-                f"stream-ckpt doctor {job.uri} --new tries whether it can",
+                f"stream-ckpt doctor {quote(str(job.uri))} --new tries whether it can",
                 uri=job.uri,
             )
         job.control.refresh()

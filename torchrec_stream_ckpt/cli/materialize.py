@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from shlex import quote
 from typing import Annotated, Literal
 
 import typer
@@ -272,7 +273,7 @@ def _check_tier(uri: str, store: str) -> None:
         return
     raise ConfigError(
         f"{uri} is the inner tier of a job, so it is folded into its own folder only, not into {store}",
-        hint=f"materialize the outer log into that store: stream-ckpt materialize OUTER --store {store}; "
+        hint=f"materialize the outer log into that store: stream-ckpt materialize OUTER --store {quote(store)}; "
         + WITHOUT_OUTER,
         uri=uri,
     )

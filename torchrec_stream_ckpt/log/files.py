@@ -15,6 +15,7 @@ import re
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, TrimRange, check_ranks
@@ -243,7 +244,7 @@ def _check_new(root: Path) -> None:
     if lost and not (root / IDENTITY_FILE).exists():  # no other process has created the log meanwhile
         raise CorruptionError(
             f"the file log holds {lost}, but its identity file is missing",
-            hint=f"restore the file from a copy of the log, or recover the log: stream-ckpt recover file://{root} "
-            "--store URL",
+            hint="restore the file from a copy of the log, or recover the log: "
+            f"stream-ckpt recover {quote(f'file://{root}')} --store URL",
             path=root / IDENTITY_FILE,
         )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field, replace
 from functools import partial
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError, TrimmedError
 from torchrec_stream_ckpt.find.route import check_incarnation, check_there
@@ -408,9 +409,10 @@ class IntervalFolder:
             own = now is not None and now.holds_rows_of(claim.incarnation)
             raise CorruptionError(
                 f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",
-                hint=f"fold into that one: --store {store}"
+                hint=f"fold into that one: --store {quote(store)}"
                 if own
-                else f"materialize the outer log of this job; to free this one: stream-ckpt trim URI --store {store}",
+                else "materialize the outer log of this job; to free this one: "
+                f"stream-ckpt trim URI --store {quote(store)}",
                 marker=marker,
                 store=self._objects.url,
             ) from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
@@ -126,8 +127,8 @@ def check_store(objects: Objects, *, mend: bool = False) -> bool:
         return True
     raise MissingObjectError(
         f"the object '{STORE_FILE}', which names the store's format, is missing, but the store holds rows of markers",
-        hint=f"put it back: stream-ckpt scrub URI --store {objects.url} --repair, or stream-ckpt recover URI --store "
-        f"{objects.url}; if this is a copy of a store, check that it is complete",
+        hint=f"put it back: stream-ckpt scrub URI --store {quote(objects.url)} --repair, or stream-ckpt recover URI "
+        f"--store {quote(objects.url)}; if this is a copy of a store, check that it is complete",
         store=objects.url,
         name=STORE_FILE,
     )

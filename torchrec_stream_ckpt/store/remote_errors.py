@@ -100,8 +100,16 @@ def shorter(url: str, name: str, begin: int, end: int) -> CorruptionError:
 
 def no_bucket(doing: str, url: str, name: str) -> StoreUnavailableError:
     """Return the error for a bucket that does not exist."""
-    _, wrong, hint = _CAUSES[0]
-    return StoreUnavailableError(f"cannot {doing} it: {wrong}", hint=hint, store=url, name=name)
+    _, _, hint = _CAUSES[0]
+    bucket = url.partition("://")[2].partition("/")[0]
+    return StoreUnavailableError(
+        f"{_cannot(doing, url)}: the bucket '{bucket}' does not exist", hint=hint, store=url, name=name
+    )
+
+
+def _cannot(doing: str, url: str) -> str:
+    """Return the start of a message. A listing has no object that the message could mean by *it*."""
+    return f"cannot list the objects below {url}" if doing == "list" else f"cannot {doing} it"
 
 
 def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str) -> Exception:
@@ -126,12 +134,13 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
         return CorruptionError("an object of the store is shorter than the requested range", store=url, name=name)
     if "FlexibleChecksumError" in signs:
         return CorruptionError("the object's bytes differ from its checksum in the store", store=url, name=name)
+    if signs & NO_BUCKET:
+        return no_bucket(doing, url, name)
+    start = _cannot(doing, url)
     for known, wrong, hint in _CAUSES:
         if signs & known:
-            return StoreUnavailableError(f"cannot {doing} it: {wrong}", hint=hint or keys_hint, store=url, name=name)
-    return StoreUnavailableError(
-        f"cannot {doing} it: {type(error).__name__}: {error}", hint=_NETWORK_HINT, store=url, name=name
-    )
+            return StoreUnavailableError(f"{start}: {wrong}", hint=hint or keys_hint, store=url, name=name)
+    return StoreUnavailableError(f"{start}: {type(error).__name__}: {error}", hint=_NETWORK_HINT, store=url, name=name)
 
 
 def wordless(error: Exception) -> bool:

@@ -136,8 +136,15 @@ def _bucket(scheme: str, rest: str, shown: str) -> BucketUri:
             hint="pass logins, endpoint and region as store options, or in the environment",
         )
     bucket, _, prefix = place.partition("/")
-    if not bucket or not prefix or not {"", ".", ".."}.isdisjoint(place.split("/")):
+    if not bucket or not prefix:
         raise ConfigError(f"'{shown}' does not name a bucket and a prefix", hint=f"use {scheme}://BUCKET/PREFIX")
+    parts = place.split("/")
+    for bad, what in (("", "an empty part ('//')"), (".", "the part '.'"), ("..", "the part '..'")):
+        if bad in parts:
+            raise ConfigError(
+                f"'{shown}' contains {what}, which object stores do not resolve as folders do",
+                hint=f"use {scheme}://{'/'.join(each for each in parts if each not in ('', '.', '..'))}",
+            )
     return BucketUri(scheme, place)
 
 

@@ -11,6 +11,7 @@ import re
 import threading
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.log.api import DataWriter, Finding, Freed, Incarnation, Rows, Severity, TrimRange, check_ranks
@@ -101,7 +102,8 @@ class BucketLog:
         if lost and read_if_there(self._objects, IDENTITY_FILE) is None:
             raise CorruptionError(
                 f"the bucket log holds {lost}, but its identity is missing",
-                hint=f"restore the object from a copy, or recover the log: stream-ckpt recover {self.uri} --store URL",
+                hint="restore the object from a copy, or recover the log: "
+                f"stream-ckpt recover {quote(str(self.uri))} --store URL",
                 store=self._objects.url,
                 name=IDENTITY_FILE,
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from contextlib import suppress
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, parse_control
@@ -89,7 +90,7 @@ def check_not_lost(uri: LogUri, objects: Objects) -> None:
 
 
 def _command(uri: LogUri, objects: Objects) -> str:
-    return f"stream-ckpt recover {uri} --store {objects.url}"
+    return f"stream-ckpt recover {quote(str(uri))} --store {quote(objects.url)}"
 
 
 def _has(objects: Objects, folder: str) -> bool:
