@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import http.client
+import re
 import socket
 import socketserver
 import threading
+import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import parse_qs, unquote, urlsplit
@@ -25,7 +28,28 @@ _ANSWERS = {
     "slow down": (503, _BODY.format(code="SlowDown", said="Please reduce your request rate.")),
     "error": (500, _BODY.format(code="InternalError", said="We encountered an internal error. Please try again.")),
 }
+_ENTRY = re.compile(rb"<Contents>.*?<Key>(.*?)</Key>.*?</Contents>", re.DOTALL)
+"""An object of a listing."""
 _HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
+
+
+@dataclass
+class Held:
+    """A put that came, and that the server does not hear of until :meth:`release`; its client may be dead by then."""
+
+    part: str
+    """Of the object's name."""
+    came: threading.Event = field(default_factory=threading.Event)
+    _go: threading.Event = field(default_factory=threading.Event)
+    _answered: threading.Event = field(default_factory=threading.Event)
+    status: int = 0
+    """The server's answer; 0 before."""
+
+    def release(self) -> int:
+        """Let the server hear of it; the status that it answers."""
+        self._go.set()
+        assert self._answered.wait(60)
+        return self.status
 
 
 class FaultyProxy:
@@ -48,6 +72,12 @@ class FaultyProxy:
         """What is done about puts with a condition; None: they are the server's."""
         self._unknown_in: tuple[Kind, ...] = ()
         """Requests with a condition that the server does not know."""
+        self._held: Held | None = None
+        self._lag_s = 0.0
+        self._put_at: dict[str, float] = {}
+        """Objects by the time at which they were put."""
+        self.hidden = 0
+        """Names that were left out of listings."""
         self._lock = threading.Lock()
         self._closed = threading.Event()
         proxy = self
@@ -88,12 +118,23 @@ class FaultyProxy:
         with self._lock:
             self._conditions, self._unknown_in = "" if objects is None else str(objects), kinds
 
+    def hold(self, part: str) -> Held:
+        """Hold the next put of an object whose name contains ``part``."""
+        with self._lock:
+            self._held = Held(part)
+            return self._held
+
+    def lag(self, seconds: float) -> None:
+        """Leave objects that were put within the last ``seconds`` out of listings."""
+        self._lag_s = seconds
+
     def heal(self) -> None:
         """Harm nothing from here on."""
         with self._lock:
             self._faults.clear()
             self._refused.clear()
             self._conditions = None
+            self._lag_s = 0.0
 
     def taken(self) -> Counter[Kind]:
         """What was asked since the last call."""
@@ -135,7 +176,15 @@ class FaultyProxy:
             if fault == "broken before":
                 _hang_up(client.connection)
                 return
+            held = self._hold(target) if kind == "put" else None
             status, found, data = self._forward(method, target, headers, body)
+            if held is not None:
+                held.status = status
+                held._answered.set()
+            if kind in ("put", "complete") and status == 200:
+                self._put_at[_key_of(target)] = time.monotonic()
+            elif kind == "list" and self._lag_s:
+                data = _ENTRY.sub(self._shown, data)
             if fault == "broken after":
                 _hang_up(client.connection)
                 return
@@ -146,6 +195,24 @@ class FaultyProxy:
                 _hang_up(client.connection)
                 return
             _answer(client, status, kept, data, length)
+
+    def _hold(self, target: str) -> Held | None:
+        with self._lock:
+            held = self._held
+            if held is None or held.part not in _key_of(target):
+                return None
+            self._held = None
+        held.came.set()
+        held._go.wait()
+        return held
+
+    def _shown(self, entry: re.Match[bytes]) -> bytes:
+        """An entry of a listing; nothing if it lags."""
+        at = self._put_at.get(unquote(entry[1].decode()), 0.0)
+        if time.monotonic() - at > self._lag_s:
+            return entry[0]
+        self.hidden += 1
+        return b""
 
     def _fault(self, kind: Kind) -> Fault | None:
         with self._lock:
@@ -171,6 +238,11 @@ class FaultyProxy:
             return answer.status, dict(answer.getheaders()), answer.read()
         finally:
             connection.close()
+
+
+def _key_of(target: str) -> str:
+    """The object that a request is about, without its bucket."""
+    return unquote(urlsplit(target).path.strip("/").partition("/")[2])
 
 
 def kind_of(method: str, target: str) -> Kind:

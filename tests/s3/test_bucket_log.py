@@ -26,9 +26,9 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, seal
-from torchrec_stream_ckpt.inner import Control, Log
+from torchrec_stream_ckpt.inner import Control, Log, open_store
 from torchrec_stream_ckpt.log.api import TrimRange
-from torchrec_stream_ckpt.log.bucket import control_objects, writer
+from torchrec_stream_ckpt.log.bucket import control_objects, streams, writer
 from torchrec_stream_ckpt.log.bucket import log as bucket_log
 from torchrec_stream_ckpt.log.bucket.objects import delete_all
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
@@ -362,6 +362,99 @@ def test_a_commit_takes_three_requests_in_turn_at_any_age(place: Place, proxy: F
     assert asked == [{"get": 1, "head": 2, "put": 1, "list": 1}] * len(asked)
     assert proxy.consents == 0
     log.close()
+
+
+def test_a_put_that_arrives_after_its_process_and_its_number_are_gone_does_not_count(place: Place, log: Log) -> None:
+    """Its name is free again, and nobody is left to look for the base."""
+    for number in (1, 2):
+        log.append_control(control_record(number))
+    away = place.open()
+    assert len(list(away.read_control())) == 2
+    for number in range(3, 12):
+        log.append_control(control_record(number))
+    log.prune_control(8)
+    late = place.folder / control_objects.record_name(2)
+    late.write_bytes(control_record(99))
+    with pytest.raises(PrunedError, match="begin at 8, not at 2"):
+        list(away.read_control(2))
+    wanted = [(number, control_record(number + 1)) for number in range(8, 11)]
+    assert list(away.read_control(8)) == wanted
+    assert away.append_control(control_record(12)) == 11
+    assert list(log.read_control(8)) == [*wanted, (11, control_record(12))]
+    log.prune_control(9)
+    assert not late.exists()
+    away.close()
+
+
+def test_a_watch_that_was_away_while_records_were_deleted_sees_new_ones(place: Place, log: Log) -> None:
+    for number in (1, 2):
+        log.append_control(control_record(number))
+    reader = place.open()
+    watch = reader.watch()
+    assert len(list(reader.read_control())) == 2
+    assert watch.wait(0.0)
+    for number in range(3, 12):
+        log.append_control(control_record(number))
+    log.prune_control(8)
+    with pytest.raises(PrunedError):
+        list(reader.read_control(2))
+    assert len(list(reader.read_control(8))) == 3
+    assert (watch.wait(0.0), watch.wait(0.0)) == (True, False)  # the first one for records that were read already
+    log.append_control(control_record(12))
+    assert watch.wait(0.0)
+    watch.close()
+    reader.close()
+
+
+@pytest.mark.parametrize("content", [b"foreign", b""])
+def test_a_foreign_pack_after_the_end_says_nothing(place: Place, log: Log, content: bytes) -> None:
+    log.append_control(control_record(1))
+    foreign = place.folder / f"packs/{control_objects.BLOCK:020d}"
+    foreign.parent.mkdir(exist_ok=True)
+    foreign.write_bytes(content)
+    other = place.open()
+    assert list(other.read_control()) == [(0, control_record(1))]
+    assert other.append_control(control_record(2)) == 1
+    other.close()
+
+
+def test_listings_that_lag_hide_no_record_and_no_row(place: Place, log: Log, proxy: FaultyProxy) -> None:
+    proxy.lag(60.0)
+    records = [(number, control_record(number + 1)) for number in range(5)]
+    for _, record in records:
+        log.append_control(record)
+    acks = write(log, [frame(seq, b"x" * 640) for seq in range(4)])
+    other = place.open()
+    assert list(other.read_control()) == records
+    assert seqs(other, span_of(acks)) == [0, 1, 2, 3]
+    assert other.append_control(control_record(6)) == 5
+    assert list(log.read_control()) == [*records, (5, control_record(6))]
+    assert proxy.hidden > 0
+    other.close()
+
+
+def test_the_first_rows_of_a_marker_may_be_hidden_while_later_ones_are_listed(
+    place: Place, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer, "OBJECT_BYTES", 1)
+    acks = write(log, [frame(seq, b"x" * 640) for seq in range(5)])
+    objects = open_store(place.uri, place.options)
+    sizes = {ack.offset: ack.end - ack.offset for ack in acks[2:]}
+    found = streams.pieces(objects, LogSpan(1, 0, acks[1].offset, acks[-1].end), sizes)
+    assert [piece.begin for piece in found] == [ack.offset for ack in acks[1:]]
+    objects.close()
+
+
+def test_an_empty_object_in_the_way_of_a_writer_is_named(place: Place, log: Log) -> None:
+    """It has no frames that an earlier writer could have put, so nothing would change by opening the stream again."""
+    stream = log.open_writer(1, 0, 0)
+    foreign = place.folder / streams.object_name(1, 0, 0)
+    foreign.parent.mkdir(parents=True, exist_ok=True)
+    foreign.touch()
+    stream.send(frame(0))
+    with pytest.raises(StreamLostError, match="an empty object at this offset, put by another program"):
+        acknowledged(stream, 1)
+    stream.close()
 
 
 def test_a_foreign_object_among_the_records_is_named_or_skipped(place: Place, log: Log) -> None:

@@ -132,8 +132,8 @@ class ControlObjects:
             raise _unknown(error) from None
 
     def number_after(self, number: int) -> int:
-        """Return the number of the next record, by asking for those after ``number``. -1: after the known ones."""
-        number = self._end if number < 0 else number
+        """Return the number of the next record, by asking for those after ``number`` and after the known ones."""
+        number = max(number, self._end)
         while self._objects.size(record_name(number)) is not None:
             number += 1
         return number
@@ -254,7 +254,8 @@ class ControlObjects:
         Raises as :meth:`_report_gap`.
         """
         following = _numbers(self._objects, _block_dir(number // BLOCK * BLOCK + BLOCK))
-        later = [each for each in (*listed, *packs, *following) if each > number]
+        later = [each for each in (*listed, *following) if each > number]
+        later += [each for each in packs if each > number and not later and self._unpacked(each) is not None]
         if later and self._read(number) is None:  # a listing may lag
             self._report_gap(number, min(later))
 

@@ -99,14 +99,12 @@ def pieces(objects: Objects, span: LogSpan, sizes: Mapping[int, int]) -> list[Da
 
 def _holder(objects: Objects, stream: tuple[int, int], offset: int, sizes: Mapping[int, int]) -> int | None:
     """Return the beginning of the object that holds an offset within it. Returns None if no object holds it."""
-    for begin in sorted(sizes):
-        for piece in walk(objects, stream, begin, sizes):
-            if piece.begin <= offset < piece.end:
-                return piece.begin
-            if piece.begin > offset:
-                break
-        return None  # other objects before it are leftovers, or deleted like it
-    return offset if objects.size(object_name(*stream, offset)) else None
+    for piece in walk(objects, stream, min(sizes), sizes) if sizes else ():
+        if piece.begin <= offset < piece.end:
+            return piece.begin
+        if piece.begin > offset:
+            break  # other objects before it are leftovers, or deleted like it
+    return offset if objects.size(object_name(*stream, offset)) else None  # a listing may lag
 
 
 def read_frames(objects: Objects, span: LogSpan, found: list[DataObject]) -> Iterator[tuple[int, memoryview]]:

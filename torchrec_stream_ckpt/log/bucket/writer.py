@@ -139,6 +139,13 @@ class BucketWriter:
         if self._objects.create(name, frames):
             return
         there = read_if_there(self._objects, name)
+        if there == b"":
+            raise StreamLostError(
+                "the bucket has an empty object at this offset, put by another program",
+                hint="delete the object, and find out which program puts objects below the log's prefix",
+                store=self._objects.url,
+                name=name,
+            )
         if there is None or there != b"".join(frames):
             raise LogUnavailableError(
                 "the bucket has another object at this offset, of an earlier writer of the stream",
