@@ -409,10 +409,10 @@ class IntervalFolder:
             own = now is not None and now.holds_rows_of(claim.incarnation)
             raise CorruptionError(
                 f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",
-                hint=f"fold into that one: --store {quote(store)}"
+                hint=f"fold into that one: --store {quote(str(store))}"
                 if own
                 else "materialize the outer log of this job; to free this one: "
-                f"stream-ckpt trim URI --store {quote(store)}",
+                f"stream-ckpt trim URI --store {quote(str(store))}",
                 marker=marker,
                 store=self._objects.url,
             ) from None
