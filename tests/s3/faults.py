@@ -40,15 +40,15 @@ class Held:
     part: str
     """Of the object's name."""
     came: threading.Event = field(default_factory=threading.Event)
-    _go: threading.Event = field(default_factory=threading.Event)
-    _answered: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+    answered: threading.Event = field(default_factory=threading.Event)
     status: int = 0
     """The server's answer; 0 before."""
 
     def release(self) -> int:
         """Let the server hear of it; the status that it answers."""
-        self._go.set()
-        assert self._answered.wait(60)
+        self.go.set()
+        assert self.answered.wait(60)
         return self.status
 
 
@@ -180,7 +180,7 @@ class FaultyProxy:
             status, found, data = self._forward(method, target, headers, body)
             if held is not None:
                 held.status = status
-                held._answered.set()
+                held.answered.set()
             if kind in ("put", "complete") and status == 200:
                 self._put_at[_key_of(target)] = time.monotonic()
             elif kind == "list" and self._lag_s:
@@ -203,7 +203,7 @@ class FaultyProxy:
                 return None
             self._held = None
         held.came.set()
-        held._go.wait()
+        held.go.wait()
         return held
 
     def _shown(self, entry: re.Match[bytes]) -> bytes:
