@@ -283,3 +283,27 @@ def test_work_is_that_of_the_changed_rows_and_a_call_never_holds_more_than_a_win
 
 def _fields(table: TableSpec) -> dict[str, object]:
     return {name: getattr(table, name) for name in table.__slots__}
+
+
+def test_a_raw_id_that_moves_back_after_an_update_broke_off_has_its_row_again(tmp_path: Path) -> None:
+    """No byte of any row changes: only the broken update has written another row under it."""
+    job, shelf = MappedJob(tmp_path / "log"), Shelf()
+    job.begin()
+    job.owners[ONE][:2] = [7, 8]
+    job.commit()
+    fed(job, shelf)
+    job.owners[ONE][[0, 5]] = [FREE, 7]
+    job.commit()
+
+    def die(rows: Dump) -> None:
+        raise KilledError
+
+    shelf.watch = die
+    with pytest.raises(KilledError):
+        fed(job, shelf)
+    assert shelf.rows[ONE][7] == job.truths[MarkerId(1, 2)][ONE][7]
+    shelf.watch = lambda rows: None
+    job.owners[ONE][[0, 5]] = [7, FREE]
+    job.commit()
+    assert [each.update.kind for each in fed(job, shelf)] == [MARKER]
+    assert is_true(job, shelf)
