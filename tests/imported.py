@@ -12,6 +12,7 @@ from multiprocessing import forkserver
 
 import numpy.ma
 import pytest  # the modules of tests, which the functions of ranks are in
+import s3fs
 
 import tests.faults.live
 import tests.faults.materializer

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from tests.faults import (
     brokers,
+    buckets,
     disks,
     frozen,
     kills,
@@ -32,12 +33,14 @@ from tests.faults import (
 )
 from tests.faults.board import Board
 from tests.faults.subject import Form
+from tests.s3.server import S3Server
 from torchrec_stream_ckpt.extras.broker.kraft import Broker
 from torchrec_stream_ckpt.extras.broker.runtime import KAFKA
 
 SCENARIOS: tuple[Callable[[Form], None], ...] = (
     kills.kills_on_files,
     kills.kills_on_kafka,
+    kills.kills_on_bucket,
     kills.kills_while_drains_are_slow,
     survivors.one_rank_dies,
     survivors.one_rank_freezes,
@@ -47,6 +50,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     frozen.broker_freezes_in_commits,
     survivors.zombies_on_files,
     survivors.zombies_on_kafka,
+    survivors.zombies_on_bucket,
     survivors.zombie_with_the_lock,
     survivors.clock_jumps,
     brokers.broker_and_network_fail,
@@ -63,6 +67,9 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     surgery.frames_on_kafka,
     surgery.files_tampered_with,
     topics.topics_tampered_with,
+    buckets.late_puts,
+    buckets.two_trainers_at_one_instant,
+    buckets.objects_tampered_with,
     power.power_loss,
     partitions.of_brokers,
     partitions.of_trainers,
@@ -82,6 +89,8 @@ def torment(
         broker = Broker(Path(scratch) / "broker")
         address = broker.start(die_with=os.getpid()).bootstrap
         assert address is not None
+        server = S3Server(Path(scratch))
+        server.start()
         try:
             for scenario in chosen:
                 name, begin = (
@@ -93,7 +102,7 @@ def torment(
                 directory.mkdir()
                 console.print(f"{name} ...", end=" ")
                 try:
-                    scenario(Form(directory, board, full, seed, address))
+                    scenario(Form(directory, board, full, seed, address, server=server))
                 except Exception as error:
                     board.row(name).err(f"the scenario broke: {type(error).__name__}: {error}")
                     traceback.print_exc()
@@ -102,6 +111,7 @@ def torment(
                 if into:
                     board.save(into)
         finally:
+            server.kill()
             broker.stop()
 
 

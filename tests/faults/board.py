@@ -17,7 +17,7 @@ HEAD = ("fault", "fired", "compared", "refused", "lost", "wrong", "remark")
 NUMBERS = ("injected", "fired", "compared", "refused", "lost", "wrong")
 _POINT = re.compile(r"(?<= at )[a-z_]+\.[a-z_]+\b")
 """A fail point in the name of a fault."""
-_LOG = re.compile(r", (files|kafka)$")
+_LOG = re.compile(r", (files|kafka|bucket)$")
 """The log of a fault, at the end of its name."""
 _HOLE = "\0"
 _NUMBER = re.compile(r"\d+(?:\.\d+)?")

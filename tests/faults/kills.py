@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tests.faults.board import Row
-from tests.faults.subject import Form, Incarnation, Subject, file_job, kafka_job
+from tests.faults.subject import Form, Incarnation, Subject, bucket_job, file_job, kafka_job
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Point:
     rank: int
     commits: Callable[[int], range] | None = None
     """Pass at which it fires -> how many markers its generation may have; None: nothing is known."""
-    files_only: bool = False
+    only: str = ""
+    """The log that passes it; empty: all do."""
 
 
 def _none(_: int) -> range:
@@ -63,10 +64,13 @@ POINTS: dict[str, Point] = {
     "commit.told": Point(1, _after),
     "stream.sent": Point(1),
     "stream.acknowledged": Point(0),
-    "stream.resent": Point(1, files_only=True),
-    "segment.written": Point(0, files_only=True),
+    "stream.resent": Point(1, only="files"),
+    "segment.written": Point(0, only="files"),
     # The first record is the CLAIM. What was written and not synced outlives the process, not the machine.
-    "control.written": Point(0, lambda nth: range(max(0, nth - 1), nth), files_only=True),
+    "control.written": Point(0, lambda nth: range(max(0, nth - 1), nth), only="files"),
+    # Before and after each put: of rows, control records and dense state.
+    "store.upload": Point(1, only="bucket"),
+    "store.uploaded": Point(0, only="bucket"),
 }
 AT_OUTAGE = "stream.resent"
 
@@ -89,6 +93,11 @@ KAFKA_KILLS = [
     ("commit.appended", 1),
     ("", 0),
 ]
+BUCKET_KILLS = [
+    ("store.uploaded", 3),
+    ("commit.append", 1),
+    ("", 0),
+]
 
 
 def kills_on_files(form: Form) -> None:
@@ -96,13 +105,19 @@ def kills_on_files(form: Form) -> None:
     if not form.full:
         _torment(form, file_job(form, "killed"), FILE_KILLS, "files", most=3)
         return
-    _torment(form, file_job(form, "killed"), long_form(form.draw("files"), kafka=False), "files", most=None)
+    _torment(form, file_job(form, "killed"), long_form(form.draw("files"), "files"), "files", most=None)
 
 
 def kills_on_kafka(form: Form) -> None:
     """All ranks die, on Kafka."""
-    kills = long_form(form.draw("kafka"), kafka=True) if form.full else KAFKA_KILLS
+    kills = long_form(form.draw("kafka"), "kafka") if form.full else KAFKA_KILLS
     _torment(form, kafka_job(form, "killed"), kills, "kafka", most=None if form.full else 2)
+
+
+def kills_on_bucket(form: Form) -> None:
+    """All ranks die, in a bucket."""
+    kills = long_form(form.draw("bucket"), "bucket") if form.full else BUCKET_KILLS
+    _torment(form, bucket_job(form, "killed"), kills, "bucket", most=None if form.full else 2)
 
 
 def kills_while_drains_are_slow(form: Form) -> None:
@@ -125,9 +140,14 @@ def kills_while_drains_are_slow(form: Form) -> None:
     row.remark = f"medians: a step {1000 * step_s:.0f} ms, from cut to COMMIT {1000 * drain_s:.0f} ms"
 
 
-def long_form(draw: random.Random, *, kafka: bool) -> list[tuple[str, int]]:
+def points_of(where: str) -> list[str]:
+    """Those that a job on this kind of log passes."""
+    return [name for name, point in POINTS.items() if point.only in ("", where)]
+
+
+def long_form(draw: random.Random, where: str) -> list[tuple[str, int]]:
     """Every point at two passes, in random order, the sweep's first; a random moment after every third kill."""
-    names = [name for name, point in POINTS.items() if not (kafka and point.files_only)]
+    names = points_of(where)
     first = [("claim.append", 1), ("claim.appended", 1), ("sweep.sent", 1), ("sweep.sent", draw.randint(2, 4))]
     rest = [
         (name, 1 if name.startswith("claim") else nth)

@@ -6,6 +6,7 @@ import json
 import random
 import signal
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,10 +19,12 @@ from tests import ranks
 from tests.faults.board import Board, Row
 from tests.faults.live import Orders, live, restore_each
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences
+from tests.s3.server import S3Server
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
-from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import open_log
+from torchrec_stream_ckpt.log.api import Log, open_log, options_for
+from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.verify.verify import verify_marker
 
@@ -44,6 +47,8 @@ class Form:
     """A broker that all may use and nobody may hurt."""
     log_writes: Literal["buffered", "direct"] = "buffered"
     """How logs in files are written."""
+    server: S3Server | None = None
+    """A server of buckets that all may use and nobody may hurt."""
 
     def draw(self, salt: str) -> random.Random:
         return random.Random(f"{self.seed} {salt}")
@@ -160,11 +165,8 @@ class Subject:
         return self.directory / "truths"
 
     def lineage(self) -> Lineage:
-        log = open_log(self.settings.uris[0])
-        try:
-            return Lineage.of(parse_control(record) for _, record in log.read_control())
-        finally:
-            log.close()
+        with opened(self.settings) as log:
+            return Control(log).refresh()
 
     def examine(self, row: Row, incarnation: Incarnation) -> None:
         """What a dead incarnation restored, reported and left in the log."""
@@ -174,14 +176,14 @@ class Subject:
         for marker in [*before.commits, *incarnation.reported()]:
             if marker not in after.commits:
                 row.lose(f"{marker} was committed and is not in the log any more")
-        log = open_log(self.settings.uri)
-        for marker in after.commits.keys() - before.commits.keys():
-            self.reported.setdefault(marker, row)
-            try:
-                verify_marker(log, after, open_dense(self.settings.store_url), marker)
-            except StreamCkptError as error:
-                row.lose(f"{marker}: {error}")
-        log.close()
+        dense = open_dense(self.settings.store_url, self.settings.store_options)
+        with opened(self.settings) as log:
+            for marker in after.commits.keys() - before.commits.keys():
+                self.reported.setdefault(marker, row)
+                try:
+                    verify_marker(log, after, dense, marker)
+                except StreamCkptError as error:
+                    row.lose(f"{marker}: {error}")
 
     def _examine_restored(self, row: Row, incarnation: Incarnation) -> None:
         """The newest marker that was committed before it, bit for bit."""
@@ -229,6 +231,31 @@ class Subject:
                 self.judge(self.reported[marker], marker, bad)
 
 
+@contextmanager
+def opened(settings: StreamConfig) -> Iterator[Log]:
+    """The log of a job; of two tiers the inner one."""
+    log = open_log(settings.uris[0], options_for(settings.uris[0], settings.kafka_options, settings.store_options))
+    try:
+        yield log
+    finally:
+        log.close()
+
+
+def shorten_twice(settings: StreamConfig) -> int:
+    """Replace the control records of a living job by snapshots, until all that are there now are deleted.
+
+    The second snapshot, which needs newer records, deletes what the first one covers. Returns the first number left.
+    """
+    with opened(settings) as log:
+        control = Control(log)
+        control.refresh()
+        wanted, deadline = control.last, time.monotonic() + PATIENCE_S
+        while (base := shorten_control(log, control, at_once=True).base) < wanted:
+            assert time.monotonic() < deadline, "no newer record came"
+            time.sleep(0.05)
+        return base
+
+
 def file_job(form: Form, name: str, **settings: Any) -> Subject:
     """A job on a file log; a marker every third step."""
     directory = form.folder(name)
@@ -244,3 +271,23 @@ def kafka_job(form: Form, name: str, bootstrap: str = "", **settings: Any) -> Su
     store = f"file://{directory / 'store'}"
     config = StreamConfig(uri=uri, store=store, **{"marker_every": 3, "sweep_bytes": 3_000} | settings)
     return Subject(config, directory)
+
+
+def bucket_job(form: Form, name: str, endpoint: str = "", **settings: Any) -> Subject:
+    """The same in a bucket, which holds everything.
+
+    Args:
+        form: What is to be done, and where.
+        name: Of the job.
+        endpoint: By default the server's own; or that of a proxy.
+        settings: Of the job.
+    """
+    assert form.server is not None
+    uri = f"s3://{form.server.bucket}/{uuid.uuid4().hex}/{name}"
+    options = form.server.options(config_kwargs=json.dumps(CLIENT), endpoint_url=endpoint or form.server.endpoint)
+    usual = {"marker_every": 3, "sweep_bytes": 3_000, "store_options": options}
+    return Subject(StreamConfig(uri=uri, **usual | settings), form.folder(name))
+
+
+CLIENT = {"connect_timeout": 5, "read_timeout": 3, "retries": {"mode": "standard", "max_attempts": 3}}
+"""Patience of clients of a bucket: a test does not wait for a minute."""

@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,8 @@ from typing import Any
 from tests import ranks
 from tests.faults.board import Row
 from tests.faults.live import restore_each
-from tests.faults.subject import Form, Subject, file_job, kafka_job
-from tests.model import PLAN_2, PLAN_3
+from tests.faults.subject import Form, Subject, file_job, kafka_job, opened
+from tests.model import PLAN_2, PLAN_3, Spec
 from torchrec_stream_ckpt import MarkerId, StreamConfig
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header
@@ -117,7 +116,7 @@ def frames_on_kafka(form: Form) -> None:
 
 
 def _operate(form: Form, subject: Subject, where: str, cuts: tuple[Cut, ...], uri: Callable[[str], str]) -> None:
-    lineage, draw = _two_generations(form, subject), form.draw("surgery")
+    lineage, draw = two_generations(form, subject), form.draw("surgery")
     cases = []
     for number in range(3 if form.full else 1):
         for cut in cuts:
@@ -132,10 +131,12 @@ def _operate(form: Form, subject: Subject, where: str, cuts: tuple[Cut, ...], ur
     restore_cases(form, subject, cases)
 
 
-def _two_generations(form: Form, subject: Subject) -> Lineage:
+def two_generations(
+    form: Form, subject: Subject, teams: Sequence[tuple[int, Spec]] = ((2, PLAN_2), (3, PLAN_3))
+) -> Lineage:
     """A log with two markers and more in each of two generations, the second on the newest of the first."""
     row = form.board.row("logs that are tampered with below, unchanged")
-    for team in ((2, PLAN_2), (3, PLAN_3)):
+    for team in teams:
         row.injected += 1
         with subject.living(row, team=team) as incarnation:
             incarnation.await_reports(2)
@@ -189,15 +190,6 @@ def rebuild(source: StreamConfig, target: StreamConfig, operate: Callable[[Strea
             else:
                 new.append_control(_moved(record, streams, acks).to_frame())
         return before, streams
-
-
-@contextmanager
-def opened(settings: StreamConfig) -> Iterator[Log]:
-    log = open_log(settings.uri)
-    try:
-        yield log
-    finally:
-        log.close()
 
 
 def _read_streams(log: Log, lineage: Lineage) -> Streams:
@@ -274,7 +266,7 @@ def restore_from(truths: Path, tasks: list[tuple[StreamConfig, list[str]]]) -> l
 def files_tampered_with(form: Form) -> None:
     """Control records, segments and dense directories that are missing, torn, twice there, or late."""
     subject, draw = file_job(form, "tampered"), form.draw("tampered")
-    lineage = _two_generations(form, subject)
+    lineage = two_generations(form, subject)
     cases, newest = [], max(lineage.commits)
     children = {marker for marker in lineage.commits if marker.generation == 2}
     parent = lineage.claims[2].parent
@@ -316,7 +308,7 @@ def files_tampered_with(form: Form) -> None:
     )
     for kind in ("missing", "torn", "emptied", "without its metadata"):
         for _ in range(3 if form.full else 1):
-            case(f"dense state {kind}", {newest}, lambda copy, k=kind: _harm_dense(copy, newest, k, draw))
+            case(f"dense state {kind}", {newest}, lambda copy, k=kind: harm_dense(copy, newest, k, draw))
     restore_cases(form, subject, cases)
     _fall_back(form, subject, [each for each in cases if each.row.fault.startswith("dense")], newest)
 
@@ -345,7 +337,7 @@ def _unlink_all(paths: Iterator[Path]) -> None:
         path.unlink()
 
 
-def _harm_dense(copy: Path, marker: MarkerId, kind: str, draw: random.Random) -> None:
+def harm_dense(copy: Path, marker: MarkerId, kind: str, draw: random.Random) -> None:
     (folder,) = copy.glob(f"dense/*/g{marker.generation:08d}-m{marker.marker:08d}")
     victim = draw.choice(sorted(folder.glob("__*")))
     if kind == "missing":

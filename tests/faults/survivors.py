@@ -12,7 +12,16 @@ import torch
 from tests import ranks
 from tests.faults.board import Row
 from tests.faults.live import live
-from tests.faults.subject import PEERS_S, Form, Incarnation, Subject, file_job, kafka_job
+from tests.faults.subject import (
+    PEERS_S,
+    Form,
+    Incarnation,
+    Subject,
+    bucket_job,
+    file_job,
+    kafka_job,
+    shorten_twice,
+)
 from tests.model import PLAN_2, PLAN_2_OTHER, PLAN_3
 
 ONE_RANK = [(2, PLAN_2, 1), (3, PLAN_3, 0), (3, PLAN_3, 2), (2, PLAN_2_OTHER, 0)]
@@ -113,9 +122,25 @@ def zombies_on_kafka(form: Form) -> None:
     _zombies(form, kafka_job(form, "zombie"), "kafka", 6 if form.full else 1)
 
 
-def _zombies(form: Form, subject: Subject, where: str, times: int) -> None:
-    """Rank 0 of the old trainer is stopped before its COMMIT: it has looked, and nobody had taken over."""
-    row = form.board.row(f"zombie: SIGSTOP before COMMIT, new trainer, SIGCONT, {where}")
+def zombies_on_bucket(form: Form) -> None:
+    """A stopped trainer wakes up beside its successor, in a bucket, whose control records were shortened meanwhile."""
+    if form.full:
+        _zombies(form, bucket_job(form, "zombie"), "bucket", 3)
+    _zombies(form, bucket_job(form, "zombie"), "bucket", 3 if form.full else 1, shorten=True)
+
+
+def _zombies(form: Form, subject: Subject, where: str, times: int, *, shorten: bool = False) -> None:
+    """Rank 0 of the old trainer is stopped before its COMMIT: it has looked, and nobody had taken over.
+
+    Args:
+        form: How much is to be done.
+        subject: The job.
+        where: Its kind of log.
+        times: How often.
+        shorten: Whether the control records are shortened before it wakes up, so that its record's name is free.
+    """
+    new_trainer = "new trainer, control records shortened" if shorten else "new trainer"
+    row = form.board.row(f"zombie: SIGSTOP before COMMIT, {new_trainer}, SIGCONT, {where}")
     draw, stale = form.draw("zombie"), 0
     for _ in range(times):
         row.injected += 1
@@ -127,6 +152,8 @@ def _zombies(form: Form, subject: Subject, where: str, times: int) -> None:
             reported, generation = old.reported(), subject.lineage().newest_generation
             with subject.living(row, team=(3, PLAN_3)) as new:
                 new.await_reports(1)
+                if shorten:
+                    shorten_twice(subject.settings)
                 before = subject.lineage().stale
                 old.job.signal(signal.SIGCONT)
                 processes = old.job.processes

@@ -8,10 +8,23 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.faults import brokers, disks, frozen, kills, materializer, power, surgery, survivors, topics, workers
+from tests.faults import (
+    brokers,
+    buckets,
+    disks,
+    frozen,
+    kills,
+    materializer,
+    power,
+    surgery,
+    survivors,
+    topics,
+    workers,
+)
 from tests.faults.__main__ import report
 from tests.faults.board import Board
 from tests.faults.subject import Form
+from tests.s3.server import S3Server
 from tests.sampled import marks_of
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(1800)]
@@ -46,6 +59,13 @@ ON_KAFKA: list[Scenario] = [
     survivors.zombies_on_kafka,
     surgery.frames_on_kafka,
     topics.topics_tampered_with,
+]
+ON_BUCKET: list[Scenario] = [
+    kills.kills_on_bucket,
+    survivors.zombies_on_bucket,
+    buckets.late_puts,
+    buckets.two_trainers_at_one_instant,
+    buckets.objects_tampered_with,
 ]
 LIKE_NO_OTHER = (kills.kills_on_kafka, survivors.zombies_on_kafka, topics.topics_tampered_with)
 """The others do on Kafka what is done on files."""
@@ -122,6 +142,15 @@ def test_no_marker_is_lost_or_wrong_on_kafka(scenario: Scenario, bootstrap: str,
         assert deaths(form) == len(kills.KAFKA_KILLS)
 
 
+@pytest.mark.parametrize("scenario", ON_BUCKET, ids=lambda each: each.__name__)
+def test_no_marker_is_lost_or_wrong_in_a_bucket(scenario: Scenario, s3_server: S3Server, tmp_path: Path) -> None:
+    form = Form(tmp_path, Board(), server=s3_server)
+    scenario(form)
+    judge(form)
+    if scenario is kills.kills_on_bucket:
+        assert deaths(form) == len(kills.BUCKET_KILLS)
+
+
 @pytest.mark.kafka
 def test_no_marker_is_lost_or_wrong_when_the_broker_or_the_way_to_it_fails(tmp_path: Path) -> None:
     form = Form(tmp_path, Board())
@@ -130,11 +159,8 @@ def test_no_marker_is_lost_or_wrong_when_the_broker_or_the_way_to_it_fails(tmp_p
 
 
 def test_each_kill_of_the_short_form_is_at_a_point_that_the_log_passes() -> None:
-    points = {name: set(found) for name, found in (("files", kills.FILE_KILLS), ("kafka", kills.KAFKA_KILLS))}
-    assert {name for name, _ in points["files"]} - {""} <= kills.POINTS.keys()
-    assert {name for name, _ in points["kafka"]} - {""} <= {
-        n for n, each in kills.POINTS.items() if not each.files_only
-    }
+    for where, found in (("files", kills.FILE_KILLS), ("kafka", kills.KAFKA_KILLS), ("bucket", kills.BUCKET_KILLS)):
+        assert {name for name, _ in found} - {""} <= {*kills.points_of(where)}
 
 
 def test_the_materializer_is_killed_fifteen_times_in_the_short_form_and_two_hundred_in_the_long_one(
@@ -147,12 +173,13 @@ def test_the_materializer_is_killed_fifteen_times_in_the_short_form_and_two_hund
 
 
 def test_a_hundred_kills_and_more_in_the_long_form(tmp_path: Path) -> None:
-    """At every point, on both logs."""
-    form = Form(tmp_path, Board(), full=True)
-    files, kafka = (kills.long_form(form.draw("any"), kafka=on_kafka) for on_kafka in (False, True))
-    assert len(files) + len(kafka) >= 100
-    assert {name for name, _ in files} - {""} == kills.POINTS.keys()
-    assert {name for name, _ in kafka} - {""} == {name for name, point in kills.POINTS.items() if not point.files_only}
+    """At every point, on every kind of log."""
+    form, count = Form(tmp_path, Board(), full=True), 0
+    for where in ("files", "kafka", "bucket"):
+        found = kills.long_form(form.draw("any"), where)
+        assert {name for name, _ in found} - {""} == {*kills.points_of(where)}
+        count += len(found)
+    assert count >= 150
 
 
 def test_a_fault_that_did_not_fire_fails() -> None:
