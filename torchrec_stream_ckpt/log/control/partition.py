@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from shlex import quote
 from typing import TypeVar
 
 from torchrec_stream_ckpt.errors import (
@@ -163,7 +164,7 @@ class Control:
         return CorruptionError(
             f"the end of the log's control partition was lost: it ends at {there}, but the second copy has "
             f"{len(lost)} newer records, {newer}",
-            hint=f"recover them: stream-ckpt recover {kept.uri} --store {kept.url}"
+            hint=f"recover them: stream-ckpt recover {quote(kept.uri)} --store {quote(kept.url)}"
             + (" --commit-key-file FILE" if self.signs else ""),
         )
 
@@ -380,14 +381,14 @@ def _gave_up(commit: Commit, sent: bool, failure: str) -> CommitUnknownError | M
 def _hint(uri: LogUri, copies: tuple[Objects, str] | None) -> str:
     """Return the hint for a damaged control record."""
     store = (
-        copies[0].url
+        quote(copies[0].url)
         if copies is not None
-        else f"{uri}, or the store that the job names"
+        else f"{quote(str(uri))}, or the store that the job names"
         if not isinstance(uri, KafkaUri)
         else "URL"
     )
     return (
         f"restore the control partition from a copy; or {uri.aside}, and recover it from its second copy: "
-        f"stream-ckpt recover {uri} --store {store}; if the log's rows are lost too, recover into a new log: "
-        f"stream-ckpt recover NEW_URI --store {store}"
+        f"stream-ckpt recover {quote(str(uri))} --store {store}; if the log's rows are lost too, recover into a new "
+        f"log: stream-ckpt recover NEW_URI --store {store}"
     )
