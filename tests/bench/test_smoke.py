@@ -232,7 +232,7 @@ def test_the_age_of_filed_results_is_told(tmp_path: Path) -> None:
     assert "later commits" in done.stdout if not done.returncode else done.stderr.startswith("Error: git log")
     done = subprocess.run([*script, "encoding"], capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert done.returncode == 2
-    assert "no case encoding: there are age, dense, encode" in done.stderr
+    assert "no case encoding: there are age, bucket, dense, encode" in done.stderr
 
 
 def test_a_result_of_a_commit_that_is_not_here_is_as_old_as_the_commit_that_filed_it(tmp_path: Path) -> None:
