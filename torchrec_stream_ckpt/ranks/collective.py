@@ -65,11 +65,10 @@ SLOT_BYTES = 2048
 """Bytes of a pickled value that travel with its length. A longer value takes a second collective for the rest."""
 
 
-def _slot(data: bytes, room: int = SLOT_BYTES) -> torch.Tensor:
-    """Return the length of ``data``, its first ``room`` bytes, and zeros up to that size."""
-    return torch.frombuffer(
-        bytearray(len(data).to_bytes(8, "little") + data[:room].ljust(room, b"\0")), dtype=torch.uint8
-    )
+def _slot(data: bytes) -> torch.Tensor:
+    """Return the length of ``data``, its first ``SLOT_BYTES`` bytes, and zeros up to that size."""
+    begin = data[:SLOT_BYTES].ljust(SLOT_BYTES, b"\0")
+    return torch.frombuffer(bytearray(len(data).to_bytes(8, "little") + begin), dtype=torch.uint8)
 
 
 def _rest(data: bytes, longest: int) -> torch.Tensor:

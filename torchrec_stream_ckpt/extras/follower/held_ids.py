@@ -80,7 +80,7 @@ class IdUpdate:
         rows = changed.ids[places]
         self._left[rows] -= 1
         live, left = self._raw_ids[rows] != NO_ID, self._left[rows]
-        # A row that comes more often than it did before is read again: a store may have yielded all rows anew.
+        # A row that comes more often than it did before is read again: a store may have yielded all rows again.
         self._due[rows[live & (left != 0)]] = True
         now = live & (left == 0)
         self._due[rows[now]] = False

@@ -28,18 +28,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, SinkUnavailableError
+from torchrec_stream_ckpt.extras.follower.held_ids import Ids
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.extras.follower.whole_rows import WholeRows
 from torchrec_stream_ckpt.extras.interchange.parquet import ChangesFile, file_name
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_synced
 from torchrec_stream_ckpt.util.types import TableSpec
-
-Ids = npt.NDArray[np.int64]
 
 _FOLDER = re.compile(r"(\d{10})-\d+-\d+")
 _PARTIAL = ".partial"
