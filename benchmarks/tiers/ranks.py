@@ -8,7 +8,7 @@ A run is ``--steps`` steps with a checkpoint every ``--every``, and is over when
 ``none``         no checkpoints; it runs twice, and the difference is the noise
 ``torch.save``   each rank saves its tables, states and dense state into a folder while training waits
 ``far``          ours: a log at the far place alone
-``near, far``    ours: a folder of the node, and the far place, to which a relay beside training copies every
+``near, far``    ours: a folder of the node, and the far place, to which a relay copies during training every
                  ``--outer-every``-th marker (SCR-Exa's talk: every 10th); durable is the near one, and the relay has
                  ended before the next run begins
 

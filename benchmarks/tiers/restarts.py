@@ -282,7 +282,7 @@ def waited(attempts: list[Attempt], killed: list[float]) -> tuple[list[float], l
 
 
 def compared(args: argparse.Namespace, attempts: list[Attempt], truth: Attempt) -> dict[str, int]:
-    """Each loss of each attempt, and the tensors at the end, beside those of the run that was never killed."""
+    """Each loss of each attempt, and the tensors at the end, and those of the run that was never killed."""
     found = dict.fromkeys(("losses compared", "losses that differ", "tensors compared", "tensors that differ"), 0)
     again = -args.epochs * args.steps
     for rank in range(args.ranks):

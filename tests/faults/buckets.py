@@ -84,7 +84,7 @@ def _late_put(form: Form, proxy: FaultyProxy, when: str) -> None:
 
 
 def shorten_first(subject: Subject, when: str) -> bool:
-    """Whether the control records are shortened, so that the name of the late record is free again."""
+    """Return whether the control records are shortened, so that the name of the late record is free again."""
     return when == WHEN[2] and shorten_twice(subject.settings) > 0
 
 

@@ -2,8 +2,9 @@
 
 `protocol.py` takes the control partition for one list that loses nothing. In a bucket nobody holds a lock on it: a
 record is an object whose name is its number, and names of deleted records are free again. The machine shows that all
-processes read one list all the same. Read it beside ``log/bucket/control_objects.py`` and docs/format.md. A record is
-only a number here; whether a CLAIM or a COMMIT, what is true of its place is true of it: it stays where it won.
+processes read one list all the same. Read it together with ``log/bucket/control_objects.py`` and docs/format.md. A
+record is only a number here; whether a CLAIM or a COMMIT, what is true of its place is true of it: it stays where it
+won.
 
 Who acts, each at any time and as slowly as it likes:
 
@@ -12,7 +13,7 @@ Who acts, each at any time and as slowly as it likes:
   follows. A put whose answer was lost may arrive at any later time. An appender that has looked once is also a reader
   that lives long (``Control.refresh``): it goes on where it stood;
 - a *pruner* writes a base and deletes the records before it, one at a time, and may die in between;
-- a *reader* begins anew, request by request, with listings that may not show a record yet;
+- a *reader* starts over, request by request, with listings that may not show a record yet;
 - *fate* damages a pack, or loses one record before the end.
 
 What a process knows is the first so many records of the true list, because a search ends where one knows anything else.
@@ -73,7 +74,7 @@ class BucketRules:
     next_asked: bool = True
     """A process that finds no record at a number asks for the one after it (``_newer``)."""
     gap_looked_for: bool = True
-    """A reader that begins anew looks whether any listing shows a later record (``_check_gap``)."""
+    """A reader that starts over looks whether any listing shows a later record (``_check_gap``)."""
     gap_read_again: bool = True
     """A record is reported as lost only if it is asked for again (``_check_gap``, ``_newer``)."""
     pack_whole: bool = True
@@ -98,7 +99,7 @@ class Appender(NamedTuple):
     since: int = 0
     """The first number that it has read by itself. A snapshot has said what was before."""
     blind: bool = False
-    """Whether a record was lost since it looked last."""
+    """True if a record was lost since it looked last."""
     to_pack: int = -1
     """First number of the block that it has filled."""
 
@@ -112,7 +113,7 @@ class Reader(NamedTuple):
     number: int = 0
     """The next number."""
     foul: bool = False
-    """Whether it has read by name what does not count."""
+    """True if it has read by name what does not count."""
 
 
 class State(NamedTuple):
@@ -140,7 +141,7 @@ class State(NamedTuple):
     faults: int
     """How many of each are left."""
     lost: bool = False
-    """Whether a record was."""
+    """True if a record was."""
 
 
 class Bucket:
@@ -322,7 +323,7 @@ class Bucket:
 
     def _look(self, state: State, mine: Appender) -> Appender | Broken | None:
         """``ControlObjects.read`` from where it stands. None: a loss is reported."""
-        if mine.phase == NEW or not mine.end:  # one that knows no record begins anew each time
+        if mine.phase == NEW or not mine.end:  # one that knows no record starts over each time
             return self._begin(state, mine._replace(phase=OVER) if mine.phase == NEW else mine)
         number, names = mine.end, state.names
         while number < len(names) and names[number]:
@@ -362,7 +363,7 @@ class Bucket:
         return (abs(state.names[number]),) if number < len(state.names) else ()
 
     def _is_later(self, state: State, number: int) -> bool:
-        """Whether a reader that finds nothing at a number is shown a later one."""
+        """Return whether a reader that finds nothing at a number is shown a later one."""
         if self.rules.gap_looked_for:
             packs = any(pack for block, pack in enumerate(state.packs) if block * self.block > number)
             return packs or any(state.names[number + 1 :])

@@ -1,8 +1,8 @@
 """One stream in a bucket, as a machine: what was acknowledged is read back once and in order, however objects are cut.
 
-Read it beside ``log/bucket/writer.py`` and ``log/bucket/streams.py``. A frame is one byte, and its number its offset.
-An object is created once, at the offset of its first frame; a writer cuts objects where it likes. Who acts, each at any
-time and as slowly as it likes:
+Read it together with ``log/bucket/writer.py`` and ``log/bucket/streams.py``. A frame is one byte, and its number its
+offset. An object is created once, at the offset of its first frame; a writer cuts objects where it likes. Who acts,
+each at any time and as slowly as it likes:
 
 - the *publisher* opens a writer at the end of what was acknowledged, sends the frames from there on, and opens another
   one when that fails;
