@@ -280,7 +280,7 @@ def _watched(uri: str, order: str) -> list[str]:
     handed = {} if "left out" in order else {"schedule": Box(schedule) if "boxed" in order else schedule}
     if other is not None:
         handed["other"] = other
-    config = StreamConfig(uri=uri, marker_every=None if "marks" in order else 2)
+    config = StreamConfig(uri=uri, marker_every=None if "marks" in order or "cut" in order else 2)
     every = 3 if "micro" in order else 1  # batches for each step of the optimizer
 
     def advance() -> None:
@@ -302,6 +302,8 @@ def _watched(uri: str, order: str) -> list[str]:
             if due and not late and "first" not in order:
                 advance()
             checkpointer.step()
+            if "cut" in order:
+                checkpointer.mark().result(60)
             if due and late:
                 advance()
             if "marks" in order and step % 4 == 3:
@@ -324,6 +326,7 @@ ORDERS = {
     "late restored": f"the schedule 'schedule' {LATE}",
     "late chained": f"the schedule 'schedule' {LATE}",
     "late micro": f"the schedule 'schedule' {LATE}",
+    "late micro cut each time": f"the schedule 'schedule' {LATE}",
     "late boxed": f"the schedule 'StepLR' {LATE}",
     "left out": f"(StepLR) controls the optimizer and {LEFT}",
     "left out plateau": f"(ReduceLROnPlateau) controls the optimizer and {LEFT}",

@@ -33,7 +33,7 @@ class _Watched:
     at_step: int | None = None
     """At the end of the first step of the job since an optimizer stepped."""
     at_cut: int | None = None
-    """At the last cut. None once an optimizer has stepped since."""
+    """At the first cut since an optimizer stepped. None if there was none."""
     leads: bool = False
     """True if the loop steps it before the optimizer: it moves between two steps of the job, and markers are right."""
     late_steps: int = 0
@@ -88,7 +88,8 @@ class ScheduleWatch:
         if not self._looked and dist.get_rank() == 0:
             self._look()
         for each in self._watched:
-            each.at_cut = _position(each.schedule)
+            if each.at_cut is None:
+                each.at_cut = _position(each.schedule)
 
     def step_ended(self) -> None:
         """Note the positions at the end of a step of the job.
