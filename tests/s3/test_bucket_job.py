@@ -117,7 +117,8 @@ def test_a_job_begins_in_a_bucket_with_a_marker_of_a_job_in_another(uri: str, s3
     other = StreamConfig(uri=f"{uri}/other", store_options=s3_server.options(), marker_every=3)
     truths = ranks.run(2, jobs.train_with, PLAN_2, other, STEPS, {})[0][1]
     settings = StreamConfig(uri=f"{uri}/own", store_options=s3_server.options(), marker_every=3)
-    for rank, (state, found) in enumerate(ranks.run(3, _begun, PLAN_3, settings, Source(other.uri, marker="1:1"))):
+    source = Source(other.uri, marker="1:1")  # with the options of the job that reads it
+    for rank, (state, found) in enumerate(ranks.run(3, _begun, PLAN_3, settings, source)):
         assert found == ("1:1", 3, other.uri)
         assert differences(truths[3], state, rng=rank == 0) == []
     shutil.rmtree(s3_server.objects / f"{uri}/other".removeprefix("s3://"))

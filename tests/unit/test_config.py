@@ -201,12 +201,16 @@ def test_what_stands_behind_the_at_of_a_source_is_a_marker_or_a_folder_of_that_n
     assert Source.of(f"file://{tmp_path}/old@abc") == Source(f"file://{tmp_path}/old@abc")
 
 
-def test_options_of_a_kafka_job_do_not_reach_a_source_in_a_folder() -> None:
+def test_a_source_takes_the_options_of_the_job_that_it_can_use() -> None:
     own = StreamConfig(uri=KAFKA, store="s3://b/p", kafka_options={"a": "b"}, store_options={"c": "d"})
     found = Source("file:///old").settings(own)
     assert (found.kafka_options, found.store_options) == (None, None)
     found = Source("kafka://other:9092/old", store="s3://b/q").settings(own)
     assert (found.kafka_options, found.store_options) == ({"a": "b"}, {"c": "d"})
+    for bucket in ("s3://b/old", ("file:///near", "gs://b/old")):  # log and store
+        found = Source(bucket).settings(own)
+        assert (found.kafka_options, found.store_options) == (None, {"c": "d"})
+    assert Source("s3://b/old", store_options={"e": "f"}).settings(own).store_options == {"e": "f"}
 
 
 def test_a_source_with_kafka_names_its_store() -> None:

@@ -258,9 +258,9 @@ class Source:
     store: str | None = None
     """Its store. With two tiers, the outer one's. Default: inside the file log's folder. Required with Kafka."""
     store_options: Options = field(default=None, repr=False)
-    """Options of its store, if that is an object store. None for this job's options."""
+    """Options of its store and of its log, where these are buckets. None for this job's options."""
     kafka_options: Options = field(default=None, repr=False)
-    """Options of its log. None for this job's options."""
+    """Options of its Kafka log. None for this job's options."""
     commit_key_file: str | Path | None = None
     """Its commit key. None for this job's key. With a key, only markers that are signed with it count."""
 
@@ -314,15 +314,15 @@ class Source:
 
     def settings(self, own: StreamConfig) -> StreamConfig:
         """Return the settings with which a job with the settings ``own`` reads this source."""
-        remote = self.store is not None and check_store_url(self.store).folder is None
-        kafka = isinstance(parse_uri(self.uris[-1]), KafkaUri)
+        kind = kind_of(self.uris[-1])
+        remote = kind == "bucket" or (self.store is not None and check_store_url(self.store).folder is None)
         return replace(
             own,
             uri=self.uri,
             outer_every=1,
             store=self.store,
             store_options=(self.store_options or own.store_options) if remote else None,
-            kafka_options=(self.kafka_options or own.kafka_options) if kafka else None,
+            kafka_options=(self.kafka_options or own.kafka_options) if kind == "kafka" else None,
             commit_key_file=self.commit_key_file or own.commit_key_file,
             fresh=False,
         )
