@@ -325,7 +325,7 @@ class Day:
         with self._log_refuses(job, trainer, lambda: _done(self._admin.delete_acls([exactly]))):
             found = self._run("doctor", job.uri, *job.options, status=1).output
             self._see(found)
-            for command in re.findall(r"kafka-acls\.sh --add .*", found):
+            for command in re.findall(r"kafka-acls\.sh .* --add .*", found):
                 self._acls(command)
 
     def _clock_off(self, job: Job, trainer: Watched) -> None:

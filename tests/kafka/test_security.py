@@ -171,7 +171,8 @@ def test_a_user_who_may_only_read_reads_and_is_told_that_he_may_not_write(secure
     for attempt in (reader.preflight, lambda: reader.prepare(1)):
         with pytest.raises(LogUnavailableError, match="user 'reader' has no right to WRITE topic") as refused:
             attempt()
-        assert "kafka-acls.sh --add --allow-principal User:reader --topic" in refused.value.hint
+        cluster = f"--bootstrap-server {secure.status.listeners['SASL_SSL']} --command-config ADMIN.properties"
+        assert f"kafka-acls.sh {cluster} --add --allow-principal User:reader --topic" in refused.value.hint
         assert "--operation WRITE" in refused.value.hint
     with pytest.raises(StreamCkptError, match="permission denied by the broker"):
         reader.append_control(b"x")

@@ -30,6 +30,7 @@ SAFE = {
     "cleanup.policy": "delete",
 }
 COPIES = [(3, 3), (3, 3)]
+CLUSTER = "--bootstrap-server h:1"
 RIGHTS = {"READ", "WRITE", "DESCRIBE", "DESCRIBE_CONFIGS", "ALTER"}
 
 
@@ -39,7 +40,7 @@ def not_well(findings: list[Finding]) -> dict[str, Finding]:
 
 
 def test_a_safe_topic_is_well() -> None:
-    assert not_well(list(examine_topic("job.data", SAFE, COPIES, RIGHTS))) == {}
+    assert not_well(list(examine_topic("job.data", SAFE, COPIES, RIGHTS, cluster=CLUSTER))) == {}
 
 
 @pytest.mark.parametrize(
@@ -56,31 +57,35 @@ def test_a_safe_topic_is_well() -> None:
 def test_a_setting_that_endangers_rows_is_named_with_the_command_that_mends_it(
     setting: str, value: str, verdict: Severity
 ) -> None:
-    found = not_well(list(examine_topic("job.data", {**SAFE, setting: value}, COPIES, RIGHTS)))
+    found = not_well(list(examine_topic("job.data", {**SAFE, setting: value}, COPIES, RIGHTS, cluster=CLUSTER)))
     (finding,) = found.values()
     assert (finding.check, finding.found, finding.verdict) == (f"job.data: {setting}", value, verdict)
     assert f"--entity-name job.data --add-config {setting}=" in finding.hint
 
 
 def test_copies_that_are_few_or_behind_are_named() -> None:
-    found = not_well(list(examine_topic("job.data", SAFE, [(1, 1), (1, 1)], RIGHTS)))
+    found = not_well(list(examine_topic("job.data", SAFE, [(1, 1), (1, 1)], RIGHTS, cluster=CLUSTER)))
     assert found.keys() == {"job.data: replication", "job.data: min.insync.replicas"}
     needed = found["job.data: min.insync.replicas"]  # one copy cannot have two in sync: the broker accepts nothing
     assert (needed.found, needed.verdict) == ("2", Severity.BAD)
     assert "--add-config min.insync.replicas=1" in needed.hint
-    found = not_well(list(examine_topic("job.data", SAFE, [(3, 3), (3, 2)], RIGHTS)))
+    found = not_well(list(examine_topic("job.data", SAFE, [(3, 3), (3, 2)], RIGHTS, cluster=CLUSTER)))
     assert found["job.data: in sync"].found == "1 of 2 partitions are behind"
 
 
 @pytest.mark.parametrize(("rights", "missing"), [(RIGHTS - {"WRITE"}, "WRITE"), ({"ALL"}, ""), (set(), "")])
 def test_missing_rights_are_named(rights: set[str], missing: str) -> None:
-    found = not_well(list(examine_topic("job.data", SAFE, COPIES, rights)))
+    found = not_well(list(examine_topic("job.data", SAFE, COPIES, rights, cluster=CLUSTER)))
     assert [each.found for each in found.values()] == ([f"{missing} not allowed"] if missing else [])
 
 
 def test_the_command_that_grants_a_right_names_the_login_of_this_client() -> None:
-    (finding,) = not_well(list(examine_topic("job.data", SAFE, COPIES, RIGHTS - {"WRITE"}, user="trainer"))).values()
-    assert finding.hint == "kafka-acls.sh --add --allow-principal User:trainer --topic job.data --operation WRITE"
+    (finding,) = not_well(
+        list(examine_topic("job.data", SAFE, COPIES, RIGHTS - {"WRITE"}, cluster=CLUSTER, user="trainer"))
+    ).values()
+    assert finding.hint == (
+        f"kafka-acls.sh {CLUSTER} --add --allow-principal User:trainer --topic job.data --operation WRITE"
+    )
 
 
 def test_memory_is_no_place_for_a_log(tmp_path: Path) -> None:

@@ -127,6 +127,7 @@ def examine_topic(
     rights: set[str],
     ahead: Sequence[Ahead] = (),
     *,
+    cluster: str,
     user: str | None = None,
 ) -> Iterator[Finding]:
     """Yield findings about one topic.
@@ -137,15 +138,16 @@ def examine_topic(
         replicas: (replicas, those in sync) of each partition.
         rights: Names of the operations that this user may do. Empty if the brokers do not report them.
         ahead: Differences between this host's clock and the brokers', as far as they are known.
+        cluster: Arguments by which Kafka's tools reach the brokers, for the commands that mend.
         user: Login of this client, for the command that grants a missing right.
     """
-    yield from _settings(topic, settings, replicas, ahead)
+    yield from _settings(topic, settings, replicas, ahead, cluster)
     missing = sorted(NEEDED_RIGHTS - rights - {"ALL"}) if rights and "ALL" not in rights else []
     yield Finding.of(
         f"{topic}: rights",
         f"{', '.join(missing)} not allowed" if missing else "has all permissions that a trainer needs",
         well=not missing,
-        hint=acl_command(user, topic, missing),
+        hint=acl_command(cluster, user, topic, missing),
         otherwise=Severity.BAD,
     )
 
@@ -159,7 +161,7 @@ def examine_new_topics(settings: Mapping[str, str], copies: int) -> Iterator[Fin
     """
     what = "new topics"
     defaults = {"replication": "default.replication.factor", **BROKER_DEFAULTS}
-    for each in _settings(what, settings, [(copies, copies)], ()):
+    for each in _settings(what, settings, [(copies, copies)], (), ""):
         default = defaults.get(each.check.removeprefix(f"{what}: "))
         if default is not None:
             hint = f"change {default} of the brokers, or create both topics with another value before the job begins"
@@ -167,20 +169,22 @@ def examine_new_topics(settings: Mapping[str, str], copies: int) -> Iterator[Fin
 
 
 def _settings(
-    topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]], ahead: Sequence[Ahead]
+    topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]], ahead: Sequence[Ahead], cluster: str
 ) -> Iterator[Finding]:
-    yield from _copies(topic, settings, replicas)
+    yield from _copies(topic, settings, replicas, cluster)
     for each in demands(settings, min(count for count, _ in replicas), ahead):
         yield Finding.of(
             f"{topic}: {each.setting}",
             each.found,
             well=each.well,
-            hint=f"{alter_command(topic, each.right)} ({each.why})",
+            hint=f"{alter_command(cluster, topic, each.right)} ({each.why})",
             otherwise=Severity.BAD,
         )
 
 
-def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]]) -> Iterator[Finding]:
+def _copies(
+    topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[int, int]], cluster: str
+) -> Iterator[Finding]:
     factor = min(count for count, _ in replicas)
     yield Finding.of(
         f"{topic}: replication",
@@ -202,19 +206,19 @@ def _copies(topic: str, settings: Mapping[str, str], replicas: Sequence[tuple[in
             f"{topic}: min.insync.replicas",
             str(least),
             well=least >= 2 or factor < 3,
-            hint=alter_command(topic, "min.insync.replicas=2"),
+            hint=alter_command(cluster, topic, "min.insync.replicas=2"),
         )
     unclean = settings["unclean.leader.election.enable"] == "true"
     yield Finding.of(
         f"{topic}: unclean.leader.election.enable",
         settings["unclean.leader.election.enable"],
         well=not unclean,
-        hint=alter_command(topic, "unclean.leader.election.enable=false"),
+        hint=alter_command(cluster, topic, "unclean.leader.election.enable=false"),
         otherwise=Severity.BAD,
     )
 
 
-def acl_command(user: str | None, topic: str, operations: Sequence[str]) -> str:
+def acl_command(cluster: str, user: str | None, topic: str, operations: Sequence[str]) -> str:
     """Return the command that grants a user permissions."""
     rights = " ".join(f"--operation {operation}" for operation in operations)
-    return f"kafka-acls.sh --add --allow-principal User:{user or 'NAME'} --topic {topic} {rights}"
+    return f"kafka-acls.sh {cluster} --add --allow-principal User:{user or 'NAME'} --topic {topic} {rights}"

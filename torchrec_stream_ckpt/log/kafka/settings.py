@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ConfigError
@@ -92,9 +93,19 @@ def check_options(options: dict[str, str]) -> None:
             )
 
 
-def alter_command(topic: str, setting: str) -> str:
+def cluster_arguments(uri: KafkaUri, options: Mapping[str, str]) -> str:
+    """Return the arguments by which Kafka's own tools reach the brokers of a log, as an administrator."""
+    login = (
+        " --command-config ADMIN.properties"
+        if options.get("security.protocol", "plaintext").lower() != "plaintext"
+        else ""
+    )
+    return f"--bootstrap-server {uri.brokers}{login}"
+
+
+def alter_command(cluster: str, topic: str, setting: str) -> str:
     """Return the command by which an operator gives a topic ``NAME=VALUE``."""
-    return f"kafka-configs.sh --alter --entity-type topics --entity-name {topic} --add-config {setting}"
+    return f"kafka-configs.sh {cluster} --alter --entity-type topics --entity-name {topic} --add-config {setting}"
 
 
 def admin_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:

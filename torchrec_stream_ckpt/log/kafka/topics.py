@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.log.kafka.health import (
     examine_new_topics,
     examine_topic,
 )
-from torchrec_stream_ckpt.log.kafka.settings import NEW_TOPIC_SETTINGS, alter_command
+from torchrec_stream_ckpt.log.kafka.settings import NEW_TOPIC_SETTINGS, alter_command, cluster_arguments
 
 
 def incarnation(brokers: Brokers) -> Incarnation | None:
@@ -53,7 +53,7 @@ def prepare(brokers: Brokers, partitions: int) -> Incarnation:
         raise ConfigError("the control topic must have one partition", topic=uri.control_topic)
     prepared = _await_partitions(brokers, partitions)
     for topic in _look(brokers, brokers.describe()):
-        _check_settings(topic)
+        _check_settings(topic, _cluster(brokers))
     return prepared
 
 
@@ -89,7 +89,10 @@ def examine(brokers: Brokers) -> Iterator[Finding]:
     for topic in _look(brokers, topics):
         rights = {each.name for each in topics[topic.name].authorized_operations or ()}
         user = brokers.options.get("sasl.username")
-        yield from examine_topic(topic.name, topic.settings, topic.replicas, rights, topic.ahead, user=user)
+        cluster = _cluster(brokers)
+        yield from examine_topic(
+            topic.name, topic.settings, topic.replicas, rights, topic.ahead, cluster=cluster, user=user
+        )
 
 
 def _examine_new(brokers: Brokers, names: Sequence[str], broker: int) -> Iterator[Finding]:
@@ -121,7 +124,7 @@ def _check_rights(brokers: Brokers, topic: str, description: Any, needed: Collec
         who = f"user '{user}'" if user else "this client"
         raise LogUnavailableError(
             f"Kafka at {brokers.uri.brokers}: {who} has no right to {', '.join(missing)} topic '{topic}'",
-            hint=acl_command(user, topic, missing),
+            hint=acl_command(_cluster(brokers), user, topic, missing),
         )
 
 
@@ -208,10 +211,14 @@ def _settings(brokers: Brokers, topic: str) -> dict[str, str]:
         time.sleep(0.1)
 
 
-def _check_settings(topic: _Topic) -> None:
+def _cluster(brokers: Brokers) -> str:
+    return cluster_arguments(brokers.uri, brokers.options)
+
+
+def _check_settings(topic: _Topic, cluster: str) -> None:
     copies = min(count for count, _ in topic.replicas)
     if bad := [each for each in demands(topic.settings, copies, topic.ahead) if not each.well]:
         raise ConfigError(
             f"topic '{topic.name}' has " + ", ".join(f"{each.setting}={each.found} ({each.why})" for each in bad),
-            hint=alter_command(topic.name, ",".join(each.right for each in bad)),
+            hint=alter_command(cluster, topic.name, ",".join(each.right for each in bad)),
         )
