@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
+from tests.parts import arm
 from torchrec_stream_ckpt.script import free_port
 
 T = TypeVar("T")
@@ -46,6 +47,27 @@ def call(function: Callable[..., T], *args: Any, timeout_s: float = 400.0) -> T:
         process.kill()
         process.join()
         ours.close()
+
+
+def status_of(function: Callable[..., Any], *args: Any, fuse: str = "", report: Path | None = None) -> int:
+    """The exit status of a process of its own that runs an importable ``function(*args)``, with fail points armed."""
+    process = context.Process(target=_run_armed, args=(fuse, report, function, args))
+    process.start()
+    process.join(300)
+    code = process.exitcode
+    process.kill()
+    process.join()
+    assert code is not None, f"{function.__name__} did not end in 300 s"
+    return code
+
+
+def command(*arguments: str) -> None:
+    """(process) Be ``stream-ckpt``, and print nothing."""
+    from torchrec_stream_ckpt.cli.main import main
+
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.argv = ["stream-ckpt", *arguments]
+    main()
 
 
 def run_script(script: Path, *arguments: str, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
@@ -109,6 +131,11 @@ class Torchrun:
 
 def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
     pipe.send(function(*args))
+
+
+def _run_armed(fuse: str, report: Path | None, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    arm(fuse, report)
+    function(*args)
 
 
 def _run_script(script: Path, arguments: tuple[str, ...], said: tuple[Path, Path]) -> None:

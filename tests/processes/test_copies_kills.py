@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from tests.unit.copied_job import check, copied, copied_offsets, image, keep, offsets, recover
+from tests.builders import commit
+from tests.forks import command, status_of
+from tests.unit.copied_job import check, copied, copied_offsets, image, keep, offsets, recover, trainer
 
 POINTS = ("copy.put", "copy.stored", "recover.put", "recover.fence", "recover.copy")
 
@@ -26,30 +26,25 @@ def test_a_recovery_that_was_killed_is_finished_by_the_next(root: Path, point: s
     before = image(root)
     (root / "control.log").unlink()
     nth = 4 if point == "recover.put" else 1
-    program = "from torchrec_stream_ckpt.cli.main import main; main()"
-    assert _killed(program, f"{point}=kill@{nth}", "recover", f"file://{root}", "--store", str(root))
+    fuse = f"{point}=kill@{nth}"
+    assert status_of(command, "recover", f"file://{root}", "--store", str(root), fuse=fuse) == -signal.SIGKILL
     found = recover(root)
     assert found["offered"][-1] == "2:3"
     assert image(root) == before
     check(root)
 
 
-_COMMITS = """
-import sys, threading
-from tests.builders import commit
-from tests.unit.copied_job import trainer
-from pathlib import Path
-control = trainer(Path(sys.argv[1]))
-control.check_copy()
-for marker in range(4, 8):
-    control.commit(commit(2, marker), 5.0, threading.Event())
-    control.close()
-"""
+def _commit(root: Path) -> None:
+    control = trainer(root)
+    control.check_copy()
+    for marker in range(4, 8):
+        control.commit(commit(2, marker), 5.0, threading.Event())
+        control.close()
 
 
 @pytest.mark.parametrize("point", ["copy.put", "copy.stored"])
 def test_a_kill_between_append_and_copy_leaves_a_copy_that_is_behind(root: Path, point: str) -> None:
-    assert _killed(_COMMITS, f"{point}=kill@2", str(root))
+    assert status_of(_commit, root, fuse=f"{point}=kill@2") == -signal.SIGKILL
     appended = offsets(root)
     copied = copied_offsets(root)
     assert copied == appended[: 8 if point == "copy.put" else 9]
@@ -57,9 +52,3 @@ def test_a_kill_between_append_and_copy_leaves_a_copy_that_is_behind(root: Path,
     check(root)
     keep(root)
     assert copied_offsets(root) == appended
-
-
-def _killed(program: str, fuse: str, *arguments: str) -> bool:
-    environment = {**os.environ, "STREAM_CKPT_FAILPOINTS": fuse}
-    done = subprocess.run([sys.executable, "-c", program, *arguments], env=environment, timeout=500, check=False)
-    return done.returncode == -signal.SIGKILL

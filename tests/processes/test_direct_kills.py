@@ -10,13 +10,12 @@ from unittest import mock
 
 import pytest
 
-from tests.forks import context
+from tests.forks import status_of
 from tests.padded import read, send
 from tests.parts import FileLog
 from torchrec_stream_ckpt.format.frame import Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.log.flight import Flight
-from torchrec_stream_ckpt.util import failpoints
 from torchrec_stream_ckpt.util.types import LogSpan
 
 ROWS = 999_872
@@ -25,7 +24,7 @@ WRITES = ("before", "in", "after")
 POINTS = ("stream.sent=kill@20", "segment.written=kill@2", "stream.acknowledged=kill@1", "stream.acknowledged=kill@2")
 
 
-def write(folder: Path, promised: Path, how: str, fuse: str) -> None:
+def write(folder: Path, promised: Path, how: str) -> None:
     """(process) Send frames until the end comes; write down the end of what was acknowledged, each time it moves."""
     real, done = os.pwritev, Flight.acknowledge
     acknowledged: list[int] = []
@@ -45,7 +44,6 @@ def write(folder: Path, promised: Path, how: str, fuse: str) -> None:
         with open(promised, "a", encoding="ascii") as file:
             file.write(f"{flight.acked.end} {flight.acked.frames}\n")
 
-    failpoints.arm(fuse)
     with mock.patch.object(Flight, "acknowledge", acknowledge), mock.patch.object(os, "pwritev", pwritev):
         log = FileLog(folder, direct=True)
         log.prepare(1)
@@ -59,10 +57,7 @@ def test_a_killed_writer_leaves_all_that_it_has_acknowledged_and_another_goes_on
     promised = tmp_path / "promised"
     promised.touch()
     how, fuse = (case, "") if case in WRITES else ("", case)
-    process = context.Process(target=write, args=(disk / "log", promised, how, fuse))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    assert status_of(write, disk / "log", promised, how, fuse=fuse) == -signal.SIGKILL
     told = [tuple(map(int, line.split())) for line in promised.read_text().splitlines()]
     end, frames = told[-1] if told else (0, 0)
     assert told or case in POINTS[:3]

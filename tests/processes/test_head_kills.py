@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from tests.forks import status_of
 from tests.unit.warm_head import Warm, counted_builds
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -48,31 +47,13 @@ def test_a_writer_that_is_killed_leaves_none_and_the_next_one_builds_it_anew(
     warmed.follow()
     warmed.job.touch(8)
     warmed.job.commit()
-    program = """
-import sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.head import HeadWriter
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.dense import open_dense
-folder = Path(sys.argv[1])
-with ThreadPoolExecutor(2) as pool:
-    log, objects = FileLog(folder / "log"), open_store(str(folder / "store"))
-    head = HeadWriter(folder / "head", objects, pool)
-    dense = open_dense(str(folder))
-    list(Materializer(log, objects, lambda _: dense, pool, head=head).catch_up(Control(log).refresh()))
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path)],
-        env={**os.environ, "STREAM_CKPT_FAILPOINTS": f"{point}=kill"},
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == -9
+    assert status_of(_follow, tmp_path, fuse=f"{point}=kill") == -signal.SIGKILL
     assert warmed.head() is None
     warmed.follow()
     warmed.check(MarkerId(1, 2))
     assert len(built) == 2
+
+
+def _follow(folder: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        Warm(folder, pool).follow()

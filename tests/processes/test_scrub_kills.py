@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from tests.forks import context
+from tests.forks import command, context, status_of
 from tests.synthetic import JOB, Job
 from tests.unit.folded_job import store_of
 from tests.unit.scrubbed_job import KINDS, harm, name_of, one, scrub, scrubbed_job
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.maintain.scrub import scrubber
-from torchrec_stream_ckpt.util import failpoints
 
 POINTS = ("scrub.read", "scrub.place")
 """Where a process may die."""
@@ -49,19 +48,13 @@ def killed(job: Job, fuse: str) -> None:
     """Run the command in a process of its own until it is killed at a point."""
     report = job.root.parent / "fired"
     report.unlink(missing_ok=True)
-    process = context.Process(target=_die, args=(str(job.root), str(store_of(job)), fuse, report))
-    process.start()
-    process.join(120)
-    assert process.exitcode == -signal.SIGKILL
+    assert status_of(_scrub, job.root, store_of(job), fuse=fuse, report=report) == -signal.SIGKILL
     assert report.exists()
 
 
-def _die(root: str, store: str, fuse: str, report: Path) -> None:
+def _scrub(root: Path, store: Path) -> None:
     scrubber.SAVE_S = 0.0  # each object is a place
-    failpoints.arm(fuse, report)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.argv = ["stream-ckpt", "scrub", f"file://{root}", "--store", store]
-    main()
+    command("scrub", f"file://{root}", "--store", str(store))
 
 
 def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -81,19 +74,11 @@ def test_a_repair_that_was_killed_is_done_by_the_next_scrub(job: Job) -> None:
     path = one(job, "base")
     whole = harm(path)
     report = job.root.parent / "fired"
-    process = context.Process(target=_mend_and_die, args=(str(job.root), str(store_of(job)), report))
-    process.start()
-    process.join(120)
-    assert (process.exitcode, report.read_text()) == (-signal.SIGKILL, "repair.aside\n")
+    given = ("scrub", f"file://{job.root}", "--store", str(store_of(job)), "--repair")
+    status = status_of(command, *given, fuse="repair.aside=kill@1", report=report)
+    assert (status, report.read_text()) == (-signal.SIGKILL, "repair.aside\n")
     assert scrub(job, "--repair")[0] == 0
     assert path.read_bytes() == whole
-
-
-def _mend_and_die(root: str, store: str, report: Path) -> None:
-    failpoints.arm("repair.aside=kill@1", report)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.argv = ["stream-ckpt", "scrub", f"file://{root}", "--store", store, "--repair"]
-    main()
 
 
 def test_a_signal_ends_a_scrub_at_its_place_and_says_so(job: Job) -> None:

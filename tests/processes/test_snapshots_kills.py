@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.builders import claim
+from tests.forks import status_of
 from tests.parts import FileLog
 from tests.unit.snapshot_log import grow, markers, shorten
 
@@ -23,17 +21,6 @@ def log(tmp_path: Path) -> FileLog:
     return made
 
 
-_PROGRAM = """
-import sys
-from pathlib import Path
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.files import FileLog
-log = FileLog(Path(sys.argv[1]))
-shorten_control(log, Control(log), at_once=True)
-"""
-
-
 POINTS = ("snapshot.append", "snapshot.written", "prune.begun", "prune.written", "prune.renamed")
 
 
@@ -42,12 +29,12 @@ def test_a_shortening_that_is_killed_takes_nothing_and_is_finished_by_the_next(l
     grow(log, 1, 3)
     shorten(log)
     grow(log, 4, 6)
-    fuse = os.environ | {"STREAM_CKPT_FAILPOINTS": f"{point}=kill"}
-    killed = subprocess.run(
-        [sys.executable, "-c", _PROGRAM, str(log.uri.directory)], env=fuse, timeout=300, check=False
-    )
-    assert killed.returncode == -signal.SIGKILL
+    assert status_of(_shorten, log.uri.directory, fuse=f"{point}=kill") == -signal.SIGKILL
     assert markers(log) == [1, 2, 3, 4, 5, 6]
     grow(log, 7, 7)
     assert shorten(log) > 0
     assert markers(log) == [1, 2, 3, 4, 5, 6, 7]
+
+
+def _shorten(folder: Path) -> None:
+    shorten(FileLog(folder))
