@@ -38,22 +38,22 @@ PITFALLS = {
     18: "managed collision gives ids other rows, and its eviction writes rows outside the update",
     19: "the reset of evicted rows clears the optimizer's rows under row-wise Adagrad only",
     20: "the 2D sync of hash tables (MPZCH) permutes whole tables",
-    21: "ITEP prunes rows and keeps an address table beside them",
+    21: "ITEP prunes rows and keeps an address table next to them",
     22: "EMA and ensemble optimizers rewrite whole tables on some steps",
     23: "lazy weight decay and counters need the row's last iteration, its counter, and the table's largest one",
     24: "Adam's iteration is in no state dict",
     25: "the kernel counts in iter_cpu, while set_optimizer_step sets iter alone",
-    26: "low-precision rows are rounded at random: replaying gradients does not give them again",
-    27: "clipping and max_norm change a row in another way than its gradient says",
+    26: "low-precision rows are rounded at random: replaying gradients does not reproduce them",
+    27: "clipping and max_norm change a row by another value than its gradient",
     28: "momentum moves rows whose gradient is zero",
     29: "tables with the dense kernel are updated by the dense optimizer, later",
     30: "CPUs run five of the fused optimizers only",
-    31: "DMP.reshard builds the kernels anew and forgets hooks and iterations",
-    32: "a sharded module has one slot for a tracker, and the last one registered has it",
+    31: "DMP.reshard rebuilds the kernels and drops hooks and iterations",
+    32: "a sharded module has one slot for a tracker, and the last one registered gets it",
     33: "optimizer states have other names in TorchRec than in FBGEMM",
     34: "private API changes between versions",
-    35: "tables and optimizer rows are written in place, beside the update and beside every hook",
-    36: "kernels are replaced, or captured twice, without a word",
+    35: "tables and optimizer rows are written in place, outside the update and every hook",
+    36: "kernels are replaced, or captured twice, silently",
     37: "a deep copy of a model takes patched methods of the original along",
 }
 OUTCOMES = ("exact", "limited", "refused", "unverified")
@@ -128,18 +128,17 @@ IN_SHORT = (
 )
 """What people ask first."""
 MORE = """\
-*Exact* means that every table, every optimizer state, the kernels' own counters and the dense model, restored from a
-marker, equal those of the live job at the cut, bit for bit. *Refused* means by an error, with its text. *On an H100*:
-[one rank](guarantees.md#on-a-gpu). *Not run* and *not tested* mean that nobody knows. For writes to tables outside the
-update see [guarantees.md](guarantees.md#limits-of-exactness). `make coverage` writes this page from the tests.
+*Exact*: every table, every optimizer state, the kernels' own counters and the dense model, restored from a marker,
+equal those of the live job at the cut, bit for bit. *Refused*: by an error, with its text. *On an H100*: [one
+rank](guarantees.md#on-a-gpu). *Not run*, *not tested*: unknown. For writes to tables outside the update see
+[guarantees.md](guarantees.md#limits-of-exactness). `make coverage` generates this page from the tests.
 
-Semicolons separate the entries of a list: a row stands for every combination of its entries. Commas are part of one
-entry.
+Semicolons separate the entries of a list: a row covers every combination of its entries. Commas are part of one entry.
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
-    "limited": ("Exact, but not what follows", "what differs (test that shows it)"),
-    "refused": ("Refused", "what the error says (test)"),
+    "limited": ("Exact, but not the steps after it", "difference (test that shows it)"),
+    "refused": ("Refused", "error (test)"),
     "unverified": ("Unverified", "why (test that shows it)"),
 }
 
@@ -150,7 +149,7 @@ SHARDERS = """
 All classes of sharders in the installed TorchRec (`tests/sharders.py`). A test fails if one is missing here. *Exact*
 holds for the kernels and plans above.
 
-| sharder | what it makes is | test |
+| sharder | its modules are | test |
 |---|---|---|
 """
 
@@ -239,7 +238,7 @@ def render(suite: Suite) -> str:
     for name, said in sorted(suite.sharders.items()):
         for outcome, why, test in sorted(said):
             parts.append(f"| `{name}` | {outcome}{': ' + why if why else ''} | `{test}` |\n")
-    parts.append("\n## Pitfalls\n\n| # | what goes wrong elsewhere | test |\n|---|---|---|\n")
+    parts.append("\n## Pitfalls\n\n| # | pitfall | test |\n|---|---|---|\n")
     for number, text in PITFALLS.items():
         tests = "; ".join(map(_named, sorted(suite.pitfalls.get(number, ()))))
         parts.append(f"| {number} | {text} | {tests} |\n")
