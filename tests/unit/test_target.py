@@ -22,10 +22,11 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
 from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain.merge import merge
-from torchrec_stream_ckpt.restore import apply
+from torchrec_stream_ckpt.native.kernel import kernel
+from torchrec_stream_ckpt.restore import apply, target
 from torchrec_stream_ckpt.restore.apply import apply_store
 from torchrec_stream_ckpt.restore.plan import Move, intersect, plan_reads
-from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.restore.target import Plane, Target
 from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
@@ -364,3 +365,27 @@ def test_a_shard_outside_of_its_table_is_refused_where_the_log_goes_on(tmp_path:
     forge(history, lambda data: data.__setitem__(slice(None), data.replace(b'"table":1}', b'"table":9}')))
     with pytest.raises(CorruptionError, match=r"the store lists a rank's shard .* outside its table"):
         choose(history.log, history.lineage, open_dense(str(tmp_path)), MarkerId(1, 2), history.objects)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("count", [3, 33, 500])
+def test_rows_that_are_put_by_number_land_alike_with_and_without_the_kernel(
+    dtype: str, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(count)
+    places = rng.integers(0, ROWS, count)  # twice, too: the later one stays
+    values = random_bits(rng, dtype, count, DIM)
+    for cut in (slice(0, DIM), slice(2, 5)):
+        for packed in (values, values[::-1]):
+            found = []
+            for native in (kernel(), None):
+                monkeypatch.setattr(target, "kernel", lambda native=native: native)
+                tensors = [zeros(dtype, ROWS, DIM), zeros(dtype, ROWS, 2 * DIM)[:, 3 : 3 + DIM], zeros(dtype, ROWS)]
+                for tensor in tensors[:2]:
+                    Plane(tensor).put(places, packed[:, cut], cut.start)
+                Plane(tensors[2]).put(places, packed[:, 0])
+                found.append([raw(tensor.contiguous()).tobytes() for tensor in tensors])
+                for place in (ROWS, 2**40):
+                    with pytest.raises(IndexError):
+                        Plane(tensors[0]).put(np.full(count, place), packed)
+            assert found[0] == found[1]

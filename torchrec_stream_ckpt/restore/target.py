@@ -22,6 +22,8 @@ from torchrec_stream_ckpt.util.types import TableShard
 
 _BLOCK_BITS = BLOCK_ROWS.bit_length() - 1
 assert 1 << _BLOCK_BITS == BLOCK_ROWS
+_SOME = 32
+"""Fewer rows than this are written by NumPy: a call of the kernel costs as much."""
 
 Ints = npt.NDArray[np.int64]
 Places = Ints | slice
@@ -89,6 +91,8 @@ class Plane:
     def put(self, places: Places, values: Array, col0: int = 0) -> None:
         """Write rows. If ``values`` is 2-D, its columns are written to the columns from ``col0`` on."""
         if self.array is not None:
+            if not isinstance(places, slice) and self._put_by_kernel(places, values, col0):
+                return
             part = self.array if values.ndim == 1 else self.array[:, col0 : col0 + values.shape[1]]
             if isinstance(places, slice):
                 part[places] = values.view(part.dtype)
@@ -102,6 +106,23 @@ class Plane:
             part_[places] = source
         else:
             part_.index_copy_(0, torch.from_numpy(places).to(self.tensor.device), source)
+
+    def _put_by_kernel(self, places: Ints, values: Array, col0: int) -> bool:
+        """Write rows by the native kernel, as :meth:`put` does. False if it cannot: nothing was written then."""
+        native = kernel()
+        if native is None or len(places) < _SOME or not (self.is_by_row and places.flags.c_contiguous):
+            return False
+        column = self.column(values, values.ctypes.data, col0, 0, values.shape[1] if values.ndim > 1 else 1)
+        if column is None:
+            return False
+        assert self.array is not None
+        rows = len(self.array)
+        written = native.place(
+            places.ctypes.data, len(places), 0, rows, 0, (Column * 1)(column), (), None, _BLOCK_BITS, 0, NEVER
+        )
+        if written < len(places):
+            raise IndexError(f"a row is not in [0, {rows})")
+        return True
 
 
 class RowPlane(Plane):
