@@ -116,8 +116,13 @@ class Trainer:
         """Commit a marker of all that was trained."""
         self._ckpt.mark().result(_WAIT_S)
 
-    def train(self, steps: int, ids_a_step: int) -> tuple[list[Seen], float]:
+    def train(self, steps: int, ids_a_step: int, rest_s: float = 0.0) -> tuple[list[Seen], float]:
         """Train, and commit a marker at the end.
+
+        Args:
+            steps: Number of steps.
+            ids_a_step: Ids of each table and step.
+            rest_s: Sleep after each step, as while a GPU computes.
 
         Returns:
             For each step when ``step()`` ended, and the bits of the last row of the last table; seconds of CPU of
@@ -132,6 +137,8 @@ class Trainer:
             self._job.train(ids, bags=ids_a_step // 4)
             self._ckpt.step()
             found.append((time.monotonic(), probe.numpy().tobytes()))
+            if rest_s:
+                time.sleep(rest_s)
         self.mark()
         return found, time.process_time() - cpu_s
 

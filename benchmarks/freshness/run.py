@@ -116,26 +116,29 @@ def ages(steps: Sequence[Seen], seen: Sequence[Seen]) -> list[float]:
 
 def age(args: Any, report: Report, name: str) -> None:
     shape = Shape((args.rows,) * args.tables, args.dim)
-    rounds: dict[str, list[list[float]]] = {mode: [] for mode in MODES}
+    ways = [(mode, rest_ms) for mode in MODES for rest_ms in (0, args.rest_ms)]
+    rounds: dict[tuple[str, int], list[list[float]]] = {way: [] for way in ways}
     intervals = []
     with place(name, args, shape, args.marker_s) as here:
-        for _ in range(args.rounds):
-            for mode in random.Random(len(intervals)).sample(MODES, 2):
+        for number in range(args.rounds):
+            for mode, rest_ms in random.Random(number).sample(ways, len(ways)):
                 here.replica.call("open", mode)
                 here.replica.call("watch", mode)
                 begin = time.monotonic()
-                steps, _ = here.trainer.call("train", args.steps, args.ids)
-                intervals.append((time.monotonic() - begin) / args.steps)
+                steps, _ = here.trainer.call("train", args.steps, args.ids, rest_ms / 1e3)
+                if not rest_ms:
+                    intervals.append((time.monotonic() - begin) / args.steps)
                 time.sleep(args.settle_s)
-                rounds[mode].append(ages(steps, here.replica.call("found")))
+                rounds[mode, rest_ms].append(ages(steps, here.replica.call("found")))
                 woken_by = here.replica.call("release")
-            tell(f"{name}: round {len(rounds['rows'])} of {args.rounds}")
+            tell(f"{name}: round {number + 1} of {args.rounds}")
     report.facts[f"{name}: woken by"] = woken_by
     report.facts[f"{name}: a step, ms"] = round(1e3 * statistics.median(intervals), 2)
-    for mode in MODES:
-        found = add(report, f"{name}, {mode}", rounds[mode])
+    for mode, rest_ms in ways:
+        point = f"{name}, {mode}" + (f", {rest_ms} ms between steps" if rest_ms else "")
+        found = add(report, point, rounds[mode, rest_ms])
         most = AGE_MS + (1e3 * args.marker_s if mode == "markers" else 0)
-        report.goals.append(Goal.at_most(f"{name}, {mode}: p99 of a row's age", most, found[P99], "ms"))
+        report.goals.append(Goal.at_most(f"{point}: p99 of a row's age", most, found[P99], "ms"))
 
 
 # CPU time.
@@ -315,6 +318,7 @@ def main() -> None:
     for name, default in {**sizes, "small_rows": 2000, "large_rows": 200_000}.items():
         parser.add_argument(f"--{name}", type=at_least(4 if name == "ids" else 1), default=default)
     parser.add_argument("--marker_s", type=float, default=0.5, help="seconds between markers (age, cpu)")
+    parser.add_argument("--rest_ms", type=at_least(1), default=20, help="between steps of a trainer that rests (age)")
     parser.add_argument("--settle_s", type=float, default=1.0, help="for the last rows to arrive")
     quick = {"tables": 2, "rows": 500, "dim": 8, "steps": 10, "ids": 8, "away": 2, "rounds": 1}
     args = parse(parser, **quick, small_rows=50, large_rows=500, settle_s=5.0)

@@ -95,7 +95,12 @@ def test_a_replica_of_each_log_is_measured(part: str, tmp_path: Path) -> None:
     found = measured(run("freshness/run.py", f"--quick --part {part}", tmp_path))
     ways = {"rows", "markers"}
     wanted = {
-        "age": {f"{log}, {mode}": QUANTILES for log in ("file", "kafka") for mode in ways},
+        "age": {
+            f"{log}, {mode}{rest}": QUANTILES
+            for log in ("file", "kafka")
+            for mode in ways
+            for rest in ("", ", 20 ms between steps")
+        },
         "cpu": {f"{log}: CPU of the follower, a step": ways for log in ("file", "kafka")}
         | {f"{log}: CPU of the trainer, a step": {"no follower", *ways} for log in ("file", "kafka")},
         "catch-up": {f"{log}: catching up": {"raw read", *ways} for log in ("file", "kafka")},
