@@ -178,18 +178,20 @@ def _stream(rows: Rows) -> Iterator[list[str]]:
         said = f"{three(middle)}% ({three(least)}-{three(most)}); {three(speed.median(OURS))} MB/s"
         others = f"raw {'produce' if name == 'kafka' else 'append'} {three(speed.median('raw'))} MB/s"
         yield rows.row(goal, f"stream, one publisher, {name}", said, others, of=" of raw")
-        if rows.has(goal := f"{name}: share of raw, direct"):
-            yield _direct(rows, goal, point, speed)
+        for given in ("", ", checksum from the gather"):
+            if rows.has(goal := f"{name}: share of raw, direct{given}"):
+                yield _direct(rows, goal, point, speed, given)
 
 
-def _direct(rows: Rows, goal: str, point: Point, speed: Point) -> list[str]:
+def _direct(rows: Rows, goal: str, point: Point, speed: Point, given: str) -> list[str]:
     """Past the page cache, against a raw append past it."""
-    said, others = speed.taken("ours, direct"), f"raw append {speed.taken('raw, direct')}"
-    if point.has("ours, direct"):
-        middle, least, most = (100 * each for each in point.ratios("raw, direct", "ours, direct"))
-        said = f"{three(middle)}% ({three(least)}-{three(most)}); {three(speed.median('ours, direct'))} MB/s"
+    ours = f"ours, direct{given}"
+    said, others = speed.taken(ours), f"raw append {speed.taken('raw, direct')}"
+    if point.has(ours):
+        middle, least, most = (100 * each for each in point.ratios("raw, direct", ours))
+        said = f"{three(middle)}% ({three(least)}-{three(most)}); {three(speed.median(ours))} MB/s"
         others = f"raw append {three(speed.median('raw, direct'))} MB/s"
-    return rows.row(goal, 'stream, one publisher, file, `log_writes="direct"`', said, others, of=" of raw")
+    return rows.row(goal, f'stream, one publisher, file, `log_writes="direct"`{given}', said, others, of=" of raw")
 
 
 def _restore(rows: Rows) -> Iterator[list[str]]:
