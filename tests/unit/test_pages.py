@@ -180,10 +180,13 @@ def test_what_the_performance_page_says_in_words() -> None:
             part * small.median(name) for name, part in (("ours", 1), ("pickle", 1), ("pickle", 0.1))
         ],
         r"copy and checksum alone take ([\d.]*\d)": [small.median("copy, CRC32C")],
-        r"512 MB take (\d+) ms where a raw append takes (\d+), both synced": [
-            stream.point("file").median(name) for name in ("ours", "raw")
+        r"512 MB take (\d+) ms where a raw direct append takes (\d+):": [
+            stream.point("file").median(name) for name in ("ours, direct", "raw, direct")
         ],
-        r"sync took ours between (\d+) and (\d+) ms, and the raw append between (\d+) and (\d+):": [
+        r"all threads take (\d+) ms of CPU time, those of the raw append (\d+)\.": [
+            stream.point("file, CPU").median(name) for name in ("ours, direct", "raw, direct")
+        ],
+        r"sync took ours between (\d+) and (\d+) ms, and the raw append between (\d+) and (\d+)\.": [
             stream.point("file, without fsync").variants[name][each]
             for name in ("ours", "raw")
             for each in ("min", "max")
