@@ -152,7 +152,7 @@ def month(page: Path) -> Table:
     for name, bill in bills.items():
         asked = bill["requests"]
         both = (bill["requests_usd"], bill["storage_usd"])
-        counts = [f"{sum(asked[each] for each in kinds) / 1e6:,.1f} M" for kinds in (("put", "list"), ("get", "head"))]
+        counts = [f"{asked[each] / 1e6:,.1f} M" for each in ("writes", "reads")]
         requests, *rest = (f"${each:,.0f}" for each in (*both, sum(both)))
         found.append([name, *counts, requests, f"{bill['held_bytes'] / 1e12:,.0f}", *rest])
     return found
@@ -163,7 +163,6 @@ def month_shares(page: Path) -> Table:
     found = [["work", "times a month", "PUT and LIST of one", "GET and HEAD of one", "read, GB", "written, GB"]]
     for name, share in planned()["bills"]["shares"].items():
         once = share["once"]
-        written, read = once["put"] + once["list"], once["get"] + once["head"]
         sizes = [f"{share[each] / _GB:,.1f}" for each in ("read_bytes", "written_bytes")]
-        found.append([name, f"{share['times']:,.0f}", f"{written:,.1f}", f"{read:,.0f}", *sizes])
+        found.append([name, f"{share['times']:,.0f}", f"{once['writes']:,.1f}", f"{once['reads']:,.0f}", *sizes])
     return found

@@ -163,7 +163,7 @@ def test_folds_ask_for_no_more_ranges_than_the_model_says(folded: Folded) -> Non
     folds, tables = folded.held["folds"], len(TABLES)
     opened = sum(1 for key in folded.asked.elements() if key[0] == "get" and key[1] in SEGMENTS)
     once = model.fold_requests(1.0, 1.0, segments=4 * RANKS, tables=tables)
-    assert opened <= folds * once.get + read / model.LEAST_RANGE_BYTES
+    assert opened <= folds * once.reads + read / model.LEAST_RANGE_BYTES
 
 
 def test_a_restore_reads_no_more_than_the_longest_way(folded: Folded, shares: dict[str, Share]) -> None:
@@ -183,10 +183,15 @@ def test_a_restore_reads_no_more_than_the_longest_way(folded: Folded, shares: di
     assert 0.95 <= read / most <= 1.1, "rows once; directories are in summaries, in part"
     gets = sum(times for (operation, _), times in folded.objects.taken().items() if operation == "get")
     segments = sum(len(piece.segments) for piece in longest)
-    said = model.restore_requests(
-        RANKS, markers=MARKERS + 1, pieces=len(longest), segments=segments, num_bytes=most, tables=len(TABLES)
+    held = model.HeldStore(
+        ranks=RANKS,
+        tables=len(TABLES),
+        markers=MARKERS + 1,
+        path_pieces=len(longest),
+        path_segments=segments,
+        path_bytes=most,
     )
-    assert gets <= said.get
+    assert gets <= model.restore_requests(held).reads
 
 
 def test_a_trim_reads_what_is_new_once(
@@ -201,11 +206,6 @@ def test_a_trim_reads_what_is_new_once(
     assert 0.65 <= read / shares["trims"].read_bytes <= 1.05, "intervals, spans and bases that a restore would read"
     asked, held = folded.objects.taken(), folded.held
     gets = sum(times for (operation, _), times in asked.items() if operation == "get")
-    said = model.trim_requests(
-        markers=MARKERS + 1,
-        folds=held["folds"],
-        segments=held["segments"],
-        fresh=held["segments"],
-        fresh_bytes=read + first,
-    )
-    assert 0.5 <= gets / said.get <= 1.0
+    store = model.HeldStore(ranks=RANKS, markers=MARKERS + 1, folds=held["folds"], segments=held["segments"])
+    said = model.trim_requests(store, fresh=held["segments"], fresh_bytes=read + first)
+    assert 0.5 <= gets / said.reads <= 1.0

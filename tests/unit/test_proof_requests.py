@@ -83,7 +83,7 @@ def test_a_comparison_asks_once_for_each_object_that_leads_to_the_marker(tmp_pat
         asked = checked.asked - plain.asked
         gets = asked.pop(("get", SEGMENTS_DIR))
         assert asked == {("put", PROVED_DIR): 1} | ({("list", PROVED_DIR): 1} if not number else {})
-        assert gets <= proof_requests(RANKS, segments=checked.segments).get
+        assert gets <= proof_requests(RANKS, segments=checked.segments).reads
         found.append(gets)
     # Three intervals after a base up to the next span's beginning, three after the last span; base, spans, and notes.
     assert max(found) <= 6 * RANKS + 1 + 4 + RANKS
@@ -112,6 +112,6 @@ def test_a_large_object_takes_at_most_a_request_for_each_32_kib(tmp_path: Path, 
             assert check.compared.checked == check.compared.total > 0
             assert not check.differing
             num_bytes = sum(ref.num_bytes for ref in refs)
-            assert gets <= proof_requests(1, segments=len(refs), num_bytes=num_bytes).get
+            assert gets <= proof_requests(1, segments=len(refs), num_bytes=num_bytes).reads
             blocks = len(check.window.blocks(3, 0, 100_000)) if check.window is not None else 0
             assert gets <= len(refs) * (1 + 2 * blocks + 2)

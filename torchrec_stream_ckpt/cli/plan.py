@@ -5,71 +5,26 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from dataclasses import asdict
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, cast
 
 import typer
 
 from torchrec_stream_ckpt.cli.common import console, print_json, table
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Store
-from torchrec_stream_ckpt.cli.plan_input import Asked, Rates, parse_assumptions, parse_tables, workload_of_job
+from torchrec_stream_ckpt.cli.plan_input import Log, PlanOptions, parse_assumptions
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.sizing.bills import Bill, Bills, Share
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
 from torchrec_stream_ckpt.extras.sizing.needs import Plan, plan
-from torchrec_stream_ckpt.util.units import duration, parse_duration, parse_size, size
+from torchrec_stream_ckpt.util.units import duration, size
 from torchrec_stream_ckpt.util.uris import check_store_url, kind_of
-
-LOGS = ("kafka", "file", "bucket")
-COMPACTS = {"none": 0, "span2": 2, "span4": 4, "span8": 8, "span16": 16}
 
 
 def plan_job(
     access: Access,
+    options: PlanOptions,
     uri: Annotated[
         str | None, typer.Argument(help="A job's log: take tables and rates from there.", metavar="[URI]")
-    ] = None,
-    tables: Annotated[
-        str | None,
-        typer.Option(help="How many tables of --rows x --dim, or a JSON file that lists them.", metavar="N|FILE"),
-    ] = None,
-    rows: Annotated[str | None, typer.Option(help="Rows of each table: 40000000 or 4e7.", metavar="N")] = None,
-    dim: Annotated[int | None, typer.Option(help="Columns of each table.", min=1)] = None,
-    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
-    optimizer: Annotated[str, typer.Option(help="Fused optimizer of the tables.", metavar="NAME")] = "rowwise_adagrad",
-    touched_rows_per_second: Annotated[
-        str | None, typer.Option(help="Rows that drains send a second, all tables and ranks.", metavar="N")
-    ] = None,
-    growth: Annotated[
-        float, typer.Option(help="(with it) m drains touch m**GROWTH times the rows of one; 1: none comes twice.")
-    ] = 1.0,
-    batch_size: Annotated[int | None, typer.Option(help="Global batch, in samples.", min=1)] = None,
-    ids: Annotated[float, typer.Option(help="Ids of one sample and table.")] = 1.0,
-    zipf: Annotated[float, typer.Option(help="Exponent of the ids' Zipf law; 0: uniform.", min=0.0)] = 1.05,
-    steps_per_second: Annotated[float | None, typer.Option(help="Default: 10, or as in the log.", min=0.0)] = None,
-    ranks: Annotated[int | None, typer.Option(help="Trainer ranks. Default: 8, or as in the log.", min=1)] = None,
-    dense: Annotated[
-        str | None, typer.Option(help="Dense model and optimizer: 200MB. Default: 0, or as in the log.", metavar="SIZE")
-    ] = None,
-    drain_every: Annotated[int, typer.Option(help="Steps between drains.", min=1)] = 1,
-    marker_every_s: Annotated[
-        float | None, typer.Option(help="Seconds between markers. Default: 60, or as in the log.", min=0.0)
-    ] = None,
-    log: Annotated[
-        str | None, typer.Option(help="kafka or file. Default: kafka, or that of URI.", metavar="kafka|file")
-    ] = None,
-    replication: Annotated[int, typer.Option(help="(Kafka) Copies of each record.", min=1)] = 3,
-    trim_every: Annotated[str, typer.Option(help="How often the log is trimmed, or never.", metavar="TIME")] = "1h",
-    rebase: Annotated[float, typer.Option(help="As given to materialize.", min=0.0)] = 1.0,
-    compact: Annotated[str, typer.Option(help="As given to materialize.", metavar="none|spanN")] = "span4",
-    scrub_bytes_per_s: Annotated[
-        str | None, typer.Option(help="As given to materialize. Default: no scrub in the background.", metavar="SIZE")
-    ] = None,
-    check_proofs: Annotated[
-        bool, typer.Option("--check-proofs/--no-check-proofs", help="As given to materialize; of 4 MiB a rank.")
-    ] = True,
-    keep_all_for: Annotated[str, typer.Option(help="As given to gc, or ever.", metavar="TIME")] = "1d",
-    then_every: Annotated[
-        str | None, typer.Option(help="As given to gc, as a time. Default: keep no older marker.", metavar="TIME")
     ] = None,
     assume: Annotated[
         list[str] | None,
@@ -87,41 +42,20 @@ def plan_job(
 
     Give tables and a rate, or the URI of a job that has committed two markers. docs/sizing.md has examples.
     """
-    rates = Rates(
-        touched_rows_per_s=None if touched_rows_per_second is None else number(touched_rows_per_second),
-        growth=growth,
-        batch_size=batch_size,
-        ids=ids,
-        zipf=zipf,
-    )
-    asked = Asked(
-        rates=rates,
-        steps_per_s=steps_per_second,
-        ranks=ranks,
-        dense_bytes=None if dense is None else parse_size(dense),
-        drain_every=drain_every,
-        marker_s=marker_every_s,
-    )
-    where = dataclasses.replace(
-        _deployment(log or _scheme(uri), replication, trim_every, rebase, keep_all_for, then_every),
-        span_radix=_radix(compact),
-        scrub_bytes_per_s=float(parse_size(scrub_bytes_per_s)) if scrub_bytes_per_s else 0.0,
-        proof_bytes=Deployment().proof_bytes if check_proofs else 0,
-    )
+    where = options.deployment(cast(Log, kind_of(uri)) if uri is not None else "kafka")
     costs = parse_assumptions(assume or [])
-    if uri is not None:
-        if tables or rows or dim or batch_size or touched_rows_per_second:
-            raise ConfigError(
-                "tables and rates come from the log of the job at URI",
-                hint="omit --tables, --rows, --dim, --batch-size and --touched-rows-per-second, or omit URI",
-            )
+    if uri is None:
+        work = options.workload()
+    elif options.tables or options.rows or options.dim or options.batch_size or options.touched_rows_per_second:
+        raise ConfigError(
+            "tables and rates come from the log of the job at URI",
+            hint="omit --tables, --rows, --dim, --batch-size and --touched-rows-per-second, or omit URI",
+        )
+    else:
         with access.open_job(uri, store) as job:
-            work = workload_of_job(job, asked)
+            work = options.of_log(job)
             with contextlib.suppress(ConfigError):  # of a job without a marker, the store may be unknown
                 store = job.store_url_of(job.lineage.newest)
-    else:
-        specs = parse_tables(tables, None if rows is None else number(rows), dim, dtype, optimizer)
-        work = asked.workload(specs)
     result = plan(work, where, costs)
     if json:
         print_json(
@@ -134,48 +68,6 @@ def plan_job(
         _print_all(work, where, costs, result, has_bills=_is_object_store(store, where))
     else:
         out.print("A model, not a measurement. --all prints the rest, and how it is computed.")
-
-
-def number(text: str) -> float:
-    """Parse ``40000000``, ``4e7`` or ``40_000_000``."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 < value < float("inf"):
-        raise ConfigError(f"{text!r} is not a positive number", hint="write it as 40000000 or 4e7")
-    return value
-
-
-def _radix(compact: str) -> int:
-    """Return the number of pieces that a span merges; raises ConfigError for values that ``materialize`` rejects,
-    too."""
-    if compact not in COMPACTS:
-        raise ConfigError(f"--compact must be one of {', '.join(COMPACTS)}, got {compact!r}")
-    return COMPACTS[compact]
-
-
-def _scheme(uri: str | None) -> str:
-    """Return the kind of log that a job has, or would have."""
-    return kind_of(uri) if uri is not None else "kafka"
-
-
-def _deployment(
-    log: str, replication: int, trim_every: str, rebase: float, keep_all_for: str, then_every: str | None
-) -> Deployment:
-    if log not in LOGS:
-        raise ConfigError(f"--log must be kafka, file or bucket, got {log!r}")
-    if then_every is not None and then_every.isdigit():
-        raise ConfigError("--then-every must be a time here, not a count", hint="write --then-every 1d")
-    keep_all_s = None if keep_all_for == "ever" else parse_duration(keep_all_for)
-    return Deployment(
-        log=cast(Literal["kafka", "file", "bucket"], log),
-        replication=replication,
-        trim_s=None if trim_every == "never" else parse_duration(trim_every),
-        rebase=rebase,
-        keep_all_s=keep_all_s,
-        then_every_s=None if then_every is None else parse_duration(then_every),
-    )
 
 
 def _record(work: Workload) -> dict[str, Any]:
@@ -301,7 +193,7 @@ def _store(work: Workload, where: Deployment, result: Plan) -> Rows:
 
 def _share(name: str, share: Share, costs: UnitCosts) -> tuple[str, str, str]:
     once = share.once
-    how = f"{share.times:,.0f} x {once.put + once.list:,.1f} PUT and LIST, {once.get + once.head:,.1f} GET and HEAD"
+    how = f"{share.times:,.0f} x {once.writes:,.1f} PUT and LIST, {once.reads:,.1f} GET and HEAD"
     how += f", {size(round(share.read_bytes))} read, {size(round(share.written_bytes))} written"
     return f"- {name}", f"${(once * share.times).cost(costs):,.0f}", how
 
@@ -309,7 +201,7 @@ def _share(name: str, share: Share, costs: UnitCosts) -> tuple[str, str, str]:
 def _bills(found: Bills, costs: UnitCosts) -> Rows:
     def row(name: str, bill: Bill, what: str) -> tuple[str, str, str]:
         asked = bill.requests
-        how = f"{asked.put + asked.list:,.0f} PUT and LIST, {asked.get + asked.head:,.0f} GET and HEAD: "
+        how = f"{asked.writes:,.0f} PUT and LIST, {asked.reads:,.0f} GET and HEAD: "
         how += f"${bill.requests_usd:,.0f}; {size(round(bill.held_bytes))}: ${bill.storage_usd:,.0f}"
         return name, f"${bill.usd:,.0f}", f"{what}; {how}"
 

@@ -4,27 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from torchrec_stream_ckpt.extras.sizing import requests as count
 from torchrec_stream_ckpt.extras.sizing.folds import MONTH_S, FoldLoad, fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
 from torchrec_stream_ckpt.extras.sizing.keep import store_bytes
-from torchrec_stream_ckpt.extras.sizing.requests import (
-    SEGMENT_BYTES,
-    SMALL_BYTES,
-    SUMMED,
-    Requests,
-    fold_requests,
-    gc_requests,
-    log_requests,
-    marker_requests,
-    proof_requests,
-    put_requests,
-    restore_requests,
-    scrub_requests,
-    summary_requests,
-    trim_requests,
-)
+from torchrec_stream_ckpt.extras.sizing.requests import SEGMENT_BYTES, SMALL_BYTES, HeldStore, Requests
 from torchrec_stream_ckpt.extras.sizing.stream import stream_bytes_per_s
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 
@@ -76,41 +62,29 @@ class Bills:
     """Parts of ``store``, by kind of work."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Held:
-    """Contents of the store after a month."""
-
-    markers: float
-    folds: float
-    segments: float
-    num_bytes: float
-    cover_pieces: float
-    cover_segments: float
-    cover_bytes: float
-    interval_segments: float
-    """Interval segments of one marker."""
-    fold_segments: float
-    """Segments of spans and bases, per marker."""
-
-
 def bills(work: Workload, where: Deployment, costs: UnitCosts) -> Bills:
     """Compute a month's cost of the job in an object store, by list prices. Markers are kept by the rules of ``gc``."""
-    markers, kept = MONTH_S / work.marker_s, kept_markers(work, where)
-    dense = Requests(put=work.ranks + 1 if work.dense_bytes else 0)
+    markers, kept, copy = MONTH_S / work.marker_s, kept_markers(work, where), work.table_bytes
     shares = store_shares(work, where, costs)
-    asked = Requests()
-    for share in shares.values():
-        asked += share.once * share.times
-    ours = _bill(asked, store_bytes(work, where, MONTH_S), costs)
-    copy = work.table_bytes
-    full = (_written(copy, work.ranks) + dense) * markers
     mean, cycle = _differentials(work, where)
-    some = (_written(mean, work.ranks) + dense) * markers + _written(copy, work.ranks) * (markers / cycle)
-    bases = max(1.0, kept / cycle)
+
+    def files(num_bytes: float) -> int:
+        """Return the requests of one file per rank, and of one file that marks them complete."""
+        return work.ranks * count.put_requests(num_bytes / work.ranks) + 1
+
+    def bill(requests: Requests, held: float) -> Bill:
+        return Bill(requests, requests.cost(costs), held, held / 1e9 * costs.storage_usd_per_gb_month)
+
+    dense, bases = _dense_files(work), max(1.0, kept / cycle)
     return Bills(
-        store=ours,
-        full=_bill(full, kept * (copy + work.dense_bytes), costs),
-        differential=_bill(some, kept * (mean + work.dense_bytes) + bases * copy, costs),
+        store=bill(
+            sum((each.once * each.times for each in shares.values()), Requests()), store_bytes(work, where, MONTH_S)
+        ),
+        full=bill(Requests((files(copy) + dense) * markers), kept * (copy + work.dense_bytes)),
+        differential=bill(
+            Requests((files(mean) + dense) * markers + files(copy) * (markers / cycle)),
+            kept * (mean + work.dense_bytes) + bases * copy,
+        ),
         shares=shares,
     )
 
@@ -118,89 +92,67 @@ def bills(work: Workload, where: Deployment, costs: UnitCosts) -> Bills:
 def store_shares(work: Workload, where: Deployment, costs: UnitCosts) -> dict[str, Share]:
     """Return requests and bytes of the store by kind of work: exact for markers, an upper bound for reads of many
     objects."""
-    load, kept, markers = fold_load(work, where), kept_markers(work, where), MONTH_S / work.marker_s
-    held, ranks, tables = _held(work, where, load), work.ranks, len(work.tables)
-    dense_files = ranks + 1 if work.dense_bytes else 0
-    has_folds = bool(where.rebase or where.span_radix)
-    marker = marker_requests(
-        ranks, num_bytes=load.interval_bytes, folds=has_folds, kept=kept, dense_files=max(1, dense_files)
-    )
-    found = {"markers": Share(marker + Requests(put=dense_files), markers, 0.0, load.interval_bytes + work.dense_bytes)}
+    load, markers, ranks = fold_load(work, where), MONTH_S / work.marker_s, work.ranks
+    held, dense, copy = _held(work, where, load), work.dense_bytes, work.table_bytes
+    once = count.marker_requests(held, load.interval_bytes, folds=bool(where.rebase or where.span_radix))
+    found = {"markers": Share(once + Requests(held.dense_files), markers, 0.0, load.interval_bytes + dense)}
     if where.log == "bucket":
         sent = stream_bytes_per_s(work) * work.marker_s
-        found["log"] = Share(log_requests(ranks, num_bytes=sent, seconds=work.marker_s), markers, 0.0, sent)
-    if kept >= SUMMED:
-        found["summaries"] = Share(summary_requests(ranks), markers)
-    merged = _folds(work, load, held)
+        found["log"] = Share(count.log_requests(ranks, num_bytes=sent, seconds=work.marker_s), markers, 0.0, sent)
+    if held.markers >= count.SUMMED:
+        found["summaries"] = Share(count.summary_requests(ranks), markers)
     if load.span_bytes:
-        found["spans"] = Share(merged[0], markers, load.span_read + load.span_written, load.span_written)
+        found["spans"] = Share(_spans(work, load), markers, load.span_read + load.span_written, load.span_written)
     if load.base_bytes:
-        found["bases"] = Share(merged[1], markers / load.cycle, 2 * load.base_bytes + load.rest_bytes, load.base_bytes)
-    share = min(1.0, where.proof_bytes * ranks / max(1, work.table_bytes))
+        merged = load.base_bytes + load.rest_bytes
+        once = count.fold_requests(load.base_bytes, merged, segments=held.path_segments, tables=held.tables)
+        found["bases"] = Share(once, markers / load.cycle, load.base_bytes + merged, load.base_bytes)
+    share = min(1.0, where.proof_bytes * ranks / max(1, copy))
     if share:
         # On average, half of the pieces after the base exist.
-        base, rest = _segments(work.table_bytes), (held.cover_bytes - work.table_bytes) / 2
+        base, rest = _segments(copy), (held.path_bytes - copy) / 2
         blocks = sum(each.spec.rows / BLOCK_ROWS * (1 + len(each.spec.states)) for each in work.tables) * share
-        once = proof_requests(
+        once = count.proof_requests(
             ranks,
-            segments=base + (held.cover_segments - base) / 2,
-            num_bytes=sum(size for size in (float(work.table_bytes), rest) if size > SMALL_BYTES * ranks),
-            blocks=blocks * (1 + held.cover_pieces) / 2,
+            segments=base + (held.path_segments - base) / 2,
+            num_bytes=sum(size for size in (float(copy), rest) if size > SMALL_BYTES * ranks),
+            blocks=blocks * (1 + held.path_pieces) / 2,
         )
-        found["proofs"] = Share(once, markers, share * (work.table_bytes + rest))
-    restored = restore_requests(
-        ranks,
-        markers=held.markers,
-        pieces=held.cover_pieces,
-        segments=held.cover_segments,
-        num_bytes=held.cover_bytes,
-        tables=tables,
-        dense_files=dense_files,
-    )
-    found["restores"] = Share(restored, costs.restores_per_month, held.cover_bytes + ranks * work.dense_bytes)
+        found["proofs"] = Share(once, markers, share * (copy + rest))
+    restored = held.path_bytes + ranks * dense
+    found["restores"] = Share(count.restore_requests(held), costs.restores_per_month, restored)
     return found | _rounds(work, where, costs, held, load)
 
 
-def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: _Held, load: FoldLoad) -> dict[str, Share]:
+def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: HeldStore, load: FoldLoad) -> dict[str, Share]:
     """Return the load of services that run periodically."""
     found, markers = {}, MONTH_S / work.marker_s
-    mean_bytes = held.num_bytes / held.segments
+    own, folded = _interval_segments(work, load), _fold_segments(work, load)
     if where.trim_s is not None:
         times = MONTH_S / where.trim_s
         # Of intervals, and of the folds that were made of them: all that have rows that the log loses now.
-        fresh = markers / times * (held.interval_segments + held.fold_segments)
         fresh_bytes = markers / times * (load.interval_bytes + load.written)
-        once = trim_requests(
-            markers=held.markers, folds=held.folds, segments=held.segments, fresh=fresh, fresh_bytes=fresh_bytes
-        )
+        once = count.trim_requests(held, fresh=markers / times * (own + folded), fresh_bytes=fresh_bytes)
         found["trims"] = Share(once, times, fresh_bytes)
-    if where.keep_all_s is not None and costs.gc_rounds_per_month:
-        dropped = max(0.0, markers - held.markers) / costs.gc_rounds_per_month
-        objects = held.interval_segments + 2 + (work.ranks + 1 if work.dense_bytes else 0)
+    if where.keep_all_s is not None and (rounds := costs.gc_rounds_per_month):
+        dropped = max(0.0, markers - held.markers) / rounds
+        seen, objects = replace(held, markers=held.markers + dropped), own + 2 + held.dense_files
         # Folds that trims have not read before: the objects that they replace are deleted.
-        unread = markers / costs.gc_rounds_per_month if where.trim_s is None else 0.0
-        relied_bytes = held.cover_bytes + unread * load.written
-        once = gc_requests(
-            markers=held.markers + dropped,
-            folds=held.folds,
+        unread = markers / rounds if where.trim_s is None else 0.0
+        relied_bytes = held.path_bytes + unread * load.written
+        once = count.gc_requests(
+            seen,
             dropped=dropped,
             deleted=dropped * objects,
-            relied=held.cover_segments + unread * held.fold_segments,
+            relied=held.path_segments + unread * folded,
             relied_bytes=relied_bytes,
-            names=(held.markers + dropped) * objects,
+            names=seen.markers * objects,
         )
-        found["gc rounds"] = Share(once, costs.gc_rounds_per_month, relied_bytes)
+        found["gc rounds"] = Share(once, rounds, relied_bytes)
     if where.scrub_bytes_per_s:
-        took_s = max(3600.0, held.num_bytes / where.scrub_bytes_per_s)  # the service rests until an hour is over
-        once = scrub_requests(
-            generations=1,
-            markers=held.markers,
-            folds=held.folds,
-            segments=held.segments,
-            num_bytes=held.num_bytes if mean_bytes > SMALL_BYTES else 0.0,
-            kept_s=held.num_bytes / where.scrub_bytes_per_s,
-        )
-        found["scrub passes"] = Share(once, MONTH_S / took_s, held.num_bytes)
+        kept_s = held.num_bytes / where.scrub_bytes_per_s
+        times = MONTH_S / max(3600.0, kept_s)  # the service rests until an hour is over
+        found["scrub passes"] = Share(count.scrub_requests(held, kept_s=kept_s), times, held.num_bytes)
     return found
 
 
@@ -211,13 +163,14 @@ def kept_markers(work: Workload, where: Deployment) -> float:
     return max(1.0, recent_s / work.marker_s) + older
 
 
-def _held(work: Workload, where: Deployment, load: FoldLoad) -> _Held:
-    """Return sizes of the store, and of the longest path to a marker: the most pieces of each size, after a base."""
-    kept = kept_markers(work, where)
-    own = float(work.ranks * _segments(load.interval_bytes / work.ranks))
-    spans = sum(_segments(size) / load.radix**level for level, size in enumerate(load.span_bytes, 1))
-    spans_count = sum(load.radix**-level for level in range(1, len(load.span_bytes) + 1)) if load.radix else 0.0
-    base, bases = _segments(work.table_bytes), max(1.0, kept / load.cycle)
+def _dense_files(work: Workload) -> int:
+    return work.ranks + 1 if work.dense_bytes else 0
+
+
+def _held(work: Workload, where: Deployment, load: FoldLoad) -> HeldStore:
+    """Return the contents of the store after a month, and the longest path to a marker."""
+    kept, own, base = kept_markers(work, where), _interval_segments(work, load), _segments(work.table_bytes)
+    bases = max(1.0, kept / load.cycle)
     if load.radix:
         loose = 2.0 * (load.radix - 1)  # up to the begin of a span, and after the last one
         pieces = loose + (load.radix - 1) * len(load.span_bytes)
@@ -226,36 +179,51 @@ def _held(work: Workload, where: Deployment, load: FoldLoad) -> _Held:
     else:
         pieces = min(load.cycle, kept)
         segments, num_bytes = pieces * own, pieces * load.interval_bytes
-    return _Held(
+    return HeldStore(
+        ranks=work.ranks,
+        tables=len(work.tables),
         markers=kept,
-        folds=kept * spans_count + (bases if load.base_bytes else 0.0),
-        segments=kept * (own + spans) + bases * base,
+        folds=kept * sum(load.radix**-level for level in _levels(load)) + (bases if load.base_bytes else 0.0),
+        segments=kept * (own + _span_segments(load)) + bases * base,
         num_bytes=kept * (load.interval_bytes + load.span_written) + bases * work.table_bytes,
-        cover_pieces=1 + pieces,
-        cover_segments=base + segments,
-        cover_bytes=work.table_bytes + num_bytes,
-        interval_segments=own,
-        fold_segments=spans + (base / load.cycle if load.base_bytes else 0.0),
+        path_pieces=1 + pieces,
+        path_segments=base + segments,
+        path_bytes=work.table_bytes + num_bytes,
+        dense_files=_dense_files(work),
     )
-
-
-def _folds(work: Workload, load: FoldLoad, held: _Held) -> tuple[Requests, Requests]:
-    """Return (requests of the spans of a marker, on average; requests of one base)."""
-    spans, tables = Requests(), len(work.tables)
-    sizes = (load.interval_bytes, *load.span_bytes)
-    for level, size in enumerate(load.span_bytes, 1):
-        pieces = load.radix * (held.interval_segments if level == 1 else _segments(sizes[level - 1]))
-        once = fold_requests(size, load.radix * sizes[level - 1], segments=pieces, tables=tables)
-        spans += once * load.radix**-level
-    base = Requests()
-    if load.base_bytes:
-        merged = load.base_bytes + load.rest_bytes
-        base = fold_requests(load.base_bytes, merged, segments=held.cover_segments, tables=tables)
-    return spans, base
 
 
 def _segments(num_bytes: float) -> int:
     return max(1, math.ceil(num_bytes / SEGMENT_BYTES))
+
+
+def _levels(load: FoldLoad) -> range:
+    """Return the sizes of spans, from 1 on: a span of one has ``radix`` to its power markers."""
+    return range(1, len(load.span_bytes) + 1)
+
+
+def _interval_segments(work: Workload, load: FoldLoad) -> float:
+    """Return the interval segments of one marker."""
+    return float(work.ranks * _segments(load.interval_bytes / work.ranks))
+
+
+def _span_segments(load: FoldLoad) -> float:
+    """Return the segments of spans per marker."""
+    return sum((_segments(load.span_bytes[level - 1]) * float(load.radix) ** -level for level in _levels(load)), 0.0)
+
+
+def _fold_segments(work: Workload, load: FoldLoad) -> float:
+    """Return the segments of spans and bases per marker."""
+    return _span_segments(load) + (_segments(work.table_bytes) / load.cycle if load.base_bytes else 0.0)
+
+
+def _spans(work: Workload, load: FoldLoad) -> Requests:
+    """Return the requests of the spans of a marker, on average."""
+    spans, pieces, size = Requests(), _interval_segments(work, load), load.interval_bytes
+    for level, merged in zip(_levels(load), load.span_bytes, strict=True):
+        once = count.fold_requests(merged, load.radix * size, segments=load.radix * pieces, tables=len(work.tables))
+        spans, pieces, size = spans + once * load.radix**-level, _segments(merged), merged
+    return spans
 
 
 def _differentials(work: Workload, where: Deployment) -> tuple[float, float]:
@@ -267,12 +235,3 @@ def _differentials(work: Workload, where: Deployment) -> tuple[float, float]:
         number += step
         total += step * work.distinct_bytes((number - (step - 1) / 2) * work.marker_s)
     return total / number, number
-
-
-def _written(num_bytes: float, ranks: int) -> Requests:
-    """Return the requests of one file per rank, and of one file that marks them complete."""
-    return Requests(put=ranks * put_requests(num_bytes / ranks) + 1)
-
-
-def _bill(asked: Requests, held: float, costs: UnitCosts) -> Bill:
-    return Bill(asked, asked.cost(costs), held, held / 1e9 * costs.storage_usd_per_gb_month)

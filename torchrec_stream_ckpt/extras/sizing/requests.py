@@ -1,4 +1,6 @@
-"""Count the requests to an object store: for a marker, a fold, a comparison, a restore, and a round of each service.
+"""Count the requests to an object store, by their two prices.
+
+Counts those of a marker, a fold, a comparison, a restore, and a round of each service.
 
 The counts are those of the code: ``tests/unit/test_requests.py`` runs it on a store that counts, and compares. A new
 object of a marker is one line of :func:`marker_requests`. For reads of many objects the count is an upper bound: *at
@@ -8,7 +10,7 @@ most*.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 
@@ -34,40 +36,53 @@ SMALL_BYTES = 2**20
 """A comparison reads an object of up to this many bytes by one request (``store/ranges.py``)."""
 BLOCK_READ_BYTES = 32 * 2**10
 """Fewest bytes per request, on average, in reads of larger objects (docs/store.md)."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Requests:
-    """Number of requests of each kind. For an upload in parts, its parts, its begin and its completion each count as a
-    PUT."""
-
-    put: float = 0.0
-    get: float = 0.0
-    head: float = 0.0
-    list: float = 0.0
-    delete: float = 0.0
-
-    def __add__(self, other: Requests) -> Requests:
-        return Requests(**{name: getattr(self, name) + getattr(other, name) for name in _KINDS})
-
-    def __mul__(self, times: float) -> Requests:
-        return Requests(**{name: getattr(self, name) * times for name in _KINDS})
-
-    def cost(self, costs: UnitCosts) -> float:
-        """Return the cost in dollars."""
-        written = (self.put + self.list) * costs.put_list_usd_per_1000
-        return (written + (self.get + self.head) * costs.get_head_usd_per_1000) / 1000
-
-
-_KINDS = [field.name for field in fields(Requests)]
-
-
 LOG_OBJECT_BYTES = 8 * 2**20
 """Largest object of a bucket log (``log/bucket/writer.py``)."""
 LINGER_S = 2.0
 """Seconds that a rank's rows wait for more before they are put (ibid.)."""
 PACKED = 256
 """Control records that are also kept in one object (``log/bucket/control_objects.py``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Requests:
+    """Number of requests at each price. DELETE is free."""
+
+    writes: float = 0.0
+    """PUT and LIST. For an upload in parts, its parts, its begin and its completion each count as a PUT."""
+    reads: float = 0.0
+    """GET and HEAD."""
+
+    def __add__(self, other: Requests) -> Requests:
+        return Requests(self.writes + other.writes, self.reads + other.reads)
+
+    def __mul__(self, times: float) -> Requests:
+        return Requests(self.writes * times, self.reads * times)
+
+    def cost(self, costs: UnitCosts) -> float:
+        """Return the cost in dollars."""
+        return (self.writes * costs.put_list_usd_per_1000 + self.reads * costs.get_head_usd_per_1000) / 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldStore:
+    """Contents of a store, and the longest path to one of its markers: the most pieces of each size, after a base."""
+
+    ranks: int
+    """Ranks of the trainer."""
+    tables: int = 1
+    markers: float = 0.0
+    folds: float = 0.0
+    segments: float = 0.0
+    """Segments of markers and folds."""
+    num_bytes: float = 0.0
+    """Bytes of the segments."""
+    path_pieces: float = 0.0
+    """Pieces that lead to the marker."""
+    path_segments: float = 0.0
+    path_bytes: float = 0.0
+    dense_files: int = 0
+    """Dense files of a marker."""
 
 
 def put_requests(num_bytes: float) -> int:
@@ -81,24 +96,17 @@ def segments_requests(num_bytes: float) -> float:
     return full * put_requests(SEGMENT_BYTES) + (put_requests(rest) if rest or not full else 0)
 
 
-def marker_requests(
-    ranks: int, *, num_bytes: float = 0.0, folds: bool = True, kept: float = 0.0, dense_files: int = 1
-) -> Requests:
+def marker_requests(held: HeldStore, num_bytes: float, *, folds: bool = True) -> Requests:
     """Count the requests of one materializer for a marker after another one of its generation, without its folds.
 
     Args:
-        ranks: Ranks of the trainer.
+        held: The store: a listing of more than ``PAGE`` names takes several requests.
         num_bytes: Bytes of rows of the marker's interval, all ranks.
         folds: Whether bases or spans are written at some markers: each manifest is then read once more.
-        kept: Markers in the store: a listing of more than ``PAGE`` names takes several requests.
-        dense_files: Files of the marker's dense state.
     """
-    segments = Requests(put=ranks * segments_requests(num_bytes / ranks), head=ranks)  # looked for, then put
-    claim = Requests(head=1, get=1)
-    manifest = Requests(put=1, get=1 if folds else 0, list=_pages(kept))
-    seen = Requests(list=2)  # markers that were given up, and folds
-    dense = Requests(list=_pages(dense_files))  # those of this marker alone
-    return segments + claim + manifest + seen + dense
+    segments = held.ranks * segments_requests(num_bytes / held.ranks)  # each rank's are looked for, then put
+    listed = _pages(held.markers) + _pages(held.dense_files) + 2  # also markers that were given up, and folds
+    return Requests(segments + 1 + listed, held.ranks + 2 + folds)
 
 
 def log_requests(ranks: int, *, num_bytes: float, seconds: float) -> Requests:
@@ -110,7 +118,7 @@ def log_requests(ranks: int, *, num_bytes: float, seconds: float) -> Requests:
         seconds: Time since the marker before. Rows that come in between wait for ``LINGER_S`` at most.
     """
     objects = max(1.0, num_bytes / ranks / LOG_OBJECT_BYTES, seconds / LINGER_S)
-    return Requests(put=ranks * objects + 1 + 1 / PACKED, get=1, head=2, list=1)
+    return Requests(ranks * objects + 2 + 1 / PACKED, 3)
 
 
 def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tables: int) -> Requests:
@@ -123,14 +131,13 @@ def fold_requests(num_bytes: float, merged_bytes: float, *, segments: float, tab
         tables: Tables of the job. A segment is read table by table, in ranges of ``LEAST_RANGE_BYTES`` or more.
     """
     written = max(1, math.ceil(num_bytes / SEGMENT_BYTES))
-    directories = segments + written
-    ranges = directories * tables + (num_bytes + merged_bytes) / LEAST_RANGE_BYTES
-    return Requests(put=segments_requests(num_bytes) + 1, get=1 + directories + ranges, head=2 * written)
+    ranges = (segments + written) * (1 + tables) + (num_bytes + merged_bytes) / LEAST_RANGE_BYTES
+    return Requests(segments_requests(num_bytes) + 1, 1 + ranges + 2 * written)
 
 
 def summary_requests(ranks: int) -> Requests:
     """Count the requests for one marker's part of a summary of ``SUMMED`` markers, if the store has that many."""
-    return Requests(put=1 / SUMMED, get=1 + ranks, list=1)
+    return Requests(1 / SUMMED + 1, 1 + ranks)
 
 
 def proof_requests(ranks: int, *, segments: float, num_bytes: float = 0.0, blocks: float = math.inf) -> Requests:
@@ -143,86 +150,50 @@ def proof_requests(ranks: int, *, segments: float, num_bytes: float = 0.0, block
         blocks: Blocks of the marker's window, counted once for weights and once for each state, in each of the pieces.
             They limit the reads of large segments.
     """
-    large = min(num_bytes / BLOCK_READ_BYTES, blocks)
-    return Requests(put=1, get=ranks + segments + large)
+    return Requests(1, ranks + segments + min(num_bytes / BLOCK_READ_BYTES, blocks))
 
 
-def restore_requests(
-    ranks: int,
-    *,
-    markers: float,
-    pieces: float,
-    segments: float,
-    num_bytes: float = 0.0,
-    tables: int = 1,
-    dense_files: int = 0,
-) -> Requests:
+def restore_requests(held: HeldStore) -> Requests:
     """Count the requests of one restore from the store alone, at most: its plan on rank 0, then rows and dense state.
 
-    Args:
-        ranks: Ranks that restore, or ranks that wrote: the larger number.
-        markers: Markers in the store.
-        pieces: Pieces that lead to the marker.
-        segments: Segments of these pieces.
-        num_bytes: Bytes of these segments.
-        tables: Tables of the job. A rank reads each piece once for each of its shards, in ranges of
-            ``LEAST_RANGE_BYTES`` or more.
-        dense_files: Dense files of the marker. Every rank reads all of them.
+    ``held.ranks`` are those that restore, or those that wrote: the larger number. A rank reads each piece once for each
+    of its shards, in ranges of ``LEAST_RANGE_BYTES`` or more, and every rank reads all dense files.
     """
-    told = min(markers, 1 + NOTES_READS / (1 + ranks)) * (1 + ranks)  # notes of ranks at markers within folds
-    plan = Requests(head=1, get=1 + pieces + segments + told + 2 + markers / SUMMED, list=_pages(markers) + 3)
-    rows = segments + pieces * (tables + ranks) + num_bytes / LEAST_RANGE_BYTES
-    return plan + Requests(get=rows + ranks * dense_files)
+    notes = min(held.markers, 1 + NOTES_READS / (1 + held.ranks)) * (1 + held.ranks)  # at markers within folds
+    plan = 4 + held.path_pieces + held.path_segments + notes + held.markers / SUMMED
+    rows = held.path_segments + held.path_pieces * (held.tables + held.ranks) + held.path_bytes / LEAST_RANGE_BYTES
+    return Requests(_pages(held.markers) + 3, plan + rows + held.ranks * held.dense_files)
 
 
-def scrub_requests(
-    *, generations: float, markers: float, folds: float, segments: float, num_bytes: float = 0.0, kept_s: float = 0.0
-) -> Requests:
-    """Count the requests of one pass that reads everything. Summaries and dense files add a GET for each part of 4 MiB.
+def scrub_requests(held: HeldStore, *, kept_s: float = 0.0) -> Requests:
+    """Count the requests of one pass that reads everything of one generation. Summaries and dense files add a GET for
+    each part of 4 MiB.
 
     Args:
-        generations: Generations whose CLAIMs are in the store.
-        markers: Markers in the store.
-        folds: Folds in the store.
-        segments: Segments of both.
-        num_bytes: Bytes of these segments, which are read in units of ``PIECE_BYTES``.
+        held: The store. Segments of more than ``SMALL_BYTES`` are read in units of ``PIECE_BYTES``.
         kept_s: Seconds that the pass takes: every 5 s it puts its position, and deletes the previous one.
     """
-    places = kept_s / 5
-    return Requests(
-        put=1 + places,
-        delete=places,
-        head=1 + segments,
-        get=generations + 2 * markers + 2 * folds + 2 * segments + num_bytes / PIECE_BYTES,
-        list=9 + 2 * _pages(markers),
-    )
+    large = held.num_bytes if held.num_bytes > SMALL_BYTES * held.segments else 0.0
+    read = 2 + 2 * held.markers + 2 * held.folds + 3 * held.segments + large / PIECE_BYTES
+    return Requests(10 + kept_s / 5 + 2 * _pages(held.markers), read)
 
 
-def trim_requests(*, markers: float, folds: float, segments: float, fresh: float, fresh_bytes: float = 0.0) -> Requests:
+def trim_requests(held: HeldStore, *, fresh: float, fresh_bytes: float = 0.0) -> Requests:
     """Count the requests of one trim, at most.
 
     Each segment of the store takes one; segments with rows whose log data will be deleted are read whole.
 
     Args:
-        markers: Markers in the store.
-        folds: Folds in the store.
-        segments: Segments of both.
+        held: The store.
         fresh: Segments that are read whole, of intervals, spans and bases.
         fresh_bytes: Bytes of these.
     """
-    read = _whole(fresh, fresh_bytes) - fresh
-    return Requests(put=3, head=6, get=8 + markers + folds + segments + read, list=13 + 2 * _pages(markers))
+    read = 14 + held.markers + held.folds + held.segments + _whole(fresh, fresh_bytes) - fresh
+    return Requests(16 + 2 * _pages(held.markers), read)
 
 
 def gc_requests(
-    *,
-    markers: float,
-    folds: float,
-    dropped: float,
-    deleted: float,
-    relied: float,
-    relied_bytes: float = 0.0,
-    names: float = 0.0,
+    held: HeldStore, *, dropped: float, deleted: float, relied: float, relied_bytes: float = 0.0, names: float = 0.0
 ) -> Requests:
     """Count the requests of one round of gc, at most.
 
@@ -231,18 +202,16 @@ def gc_requests(
     ``GC_BATCH_NAMES`` objects.
 
     Args:
-        markers: Markers in the store.
-        folds: Folds in the store.
+        held: The store, with the markers that are given up.
         dropped: Markers that are given up in this round.
         deleted: Objects that are deleted in this round.
         relied: Segments that replace deleted objects. They are read whole, unless they were read within a week.
         relied_bytes: Bytes of these.
         names: Names of all objects, which are listed by ``PAGE``.
     """
-    stock = Requests(get=4 + 2 * markers + 3 * folds, head=6 + folds, list=39 + 12 * names / PAGE)
-    read = Requests(get=_whole(relied, relied_bytes))
     looks = deleted / GC_BATCH_NAMES  # a fold may have segments in two batches
-    return stock + read + Requests(put=dropped + 4, head=dropped + 2 + looks, delete=deleted + 2)
+    read = 12 + 2 * held.markers + 4 * held.folds + _whole(relied, relied_bytes) + dropped + looks
+    return Requests(43 + 12 * names / PAGE + dropped, read)
 
 
 def _whole(segments: float, num_bytes: float) -> float:
