@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from tests.parts import app
 from torchrec_stream_ckpt import __version__
-from torchrec_stream_ckpt.cli.main import ALSO_CALLED, SAYS, STATUSES, VERBS, mistake_in
+from torchrec_stream_ckpt.cli.main import ALSO_CALLED, STATUSES, VERBS, mistake_in, says
 from torchrec_stream_ckpt.cli.options import Access, JobOptions, Json, as_command, is_verbose
 from torchrec_stream_ckpt.cli.variables import give_variables
 from torchrec_stream_ckpt.errors import StreamCkptError
@@ -128,7 +128,9 @@ def test_no_arguments_show_the_help(arguments: tuple[str, ...]) -> None:
 
 def test_the_list_of_verbs_says_what_each_says_and_imports_none() -> None:
     commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-    assert {verb: (commands[verb].help or "").split("\n\n")[0] for verb in VERBS} == SAYS
+    assert {verb: (commands[verb].help or "").split("\n\n")[0] for verb in VERBS} == {
+        verb: says(verb) for verb in VERBS
+    }
     program = (
         "import sys\n"
         "from typer.testing import CliRunner\n"

@@ -11,12 +11,15 @@ import typer
 
 from torchrec_stream_ckpt.extras.broker.kraft import Broker, BrokerStatus
 
-app = typer.Typer(
-    rich_markup_mode=None, help="A private Kafka broker on this machine (loopback only).", no_args_is_help=True
-)
+app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
 
 Dir = Annotated[Path, typer.Option("--dir", help="Folder of the broker: settings, data and log.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+
+
+@app.callback()
+def broker() -> None:
+    """A private Kafka broker on this machine (loopback only)."""
 
 
 @app.command()

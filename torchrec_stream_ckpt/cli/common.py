@@ -10,13 +10,16 @@ import json
 import os
 import re
 import signal
+import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.live import Live
 from rich.markup import escape
 from rich.table import Column, Table
 
@@ -25,11 +28,15 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.find.job import kept_store
 from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.store.identity import has_job
+from torchrec_stream_ckpt.util.service import Event
+from torchrec_stream_ckpt.util.units import clock
 
 if TYPE_CHECKING:
     from rich.progress import Progress, ProgressColumn
 
     from torchrec_stream_ckpt.format.lineage import Lineage
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
@@ -197,6 +204,37 @@ def stopping(stop: Callable[[], object]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def reporter(
+    line: Callable[[T], str],
+    record: Callable[[T], Mapping[str, object]],
+    now: Callable[[], RenderableType] | None = None,
+    *,
+    as_json: bool,
+) -> Iterator[Callable[[T], None]]:
+    """Yield a function that reports events of a service while it runs.
+
+    Args:
+        line: Formats an event for people.
+        record: Returns an event as a record for programs.
+        now: Returns the live view below the lines, if stderr is a terminal.
+        as_json: Print records to stdout, a line each; otherwise lines go to stderr.
+    """
+    console = Console(stderr=True)
+    if as_json:
+        yield lambda event: print(json.dumps(record(event)), flush=True)
+    elif now is None or not console.is_terminal:
+        yield lambda event: print(f"{clock(time.time())} {line(event)}", file=sys.stderr, flush=True)
+    else:
+        with Live(get_renderable=now, console=console, refresh_per_second=4):
+            yield lambda event: console.print(f"{clock(time.time())} {plain(line(event))}", highlight=False)
+
+
+def event_record(event: Event) -> dict[str, object]:
+    """Return an event of a service as a record."""
+    return {"event": event.event, **event.fields}
 
 
 _CUT = "..."

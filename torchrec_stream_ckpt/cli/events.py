@@ -2,51 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from rich.console import Console
-from rich.live import Live
 from rich.table import Table
 
 from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.errors import printable
 from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
 from torchrec_stream_ckpt.util.service import Event
-from torchrec_stream_ckpt.util.units import clock, duration, size
+from torchrec_stream_ckpt.util.units import duration, size
 
 _RATE_S = 10.0
 
 
-@contextlib.contextmanager
-def reporter(
-    service: MaterializeService, where: Callable[[], str], *, as_json: bool
-) -> Iterator[Callable[[Event], None]]:
-    """Yield a function that takes events, until the context ends.
+class Panel:
+    """The live table.
 
     Args:
-        service: Subject of the live table.
+        service: The service, as it runs.
         where: Returns the store's URL; empty while it is not known.
-        as_json: Print JSON lines to stdout; otherwise text goes to stderr, with the table if that is a terminal.
     """
-    console = Console(stderr=True)
-    if as_json:
-        yield lambda event: print(json.dumps({"event": event.event, **event.fields}), flush=True)
-    elif not console.is_terminal:
-        yield lambda event: print(f"{clock(time.time())} {line(event)}", file=sys.stderr, flush=True)
-    else:
-        panel = Panel(service, where)
-        with Live(get_renderable=panel.render, console=console, refresh_per_second=4):
-            yield lambda event: console.print(f"{clock(time.time())} {plain(line(event))}", highlight=False)
-
-
-class Panel:
-    """The live table."""
 
     def __init__(self, service: MaterializeService, where: Callable[[], str]) -> None:
         self._service = service

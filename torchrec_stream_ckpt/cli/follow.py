@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import plain, stopping
+from torchrec_stream_ckpt.cli.common import reporter, stopping
 from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions, MetricsHost, MetricsPort
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.extras.follower.core import Follower, follow
@@ -29,7 +25,7 @@ from torchrec_stream_ckpt.extras.follower.sink import Feed, Sink
 from torchrec_stream_ckpt.extras.follower.stats import values_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
-from torchrec_stream_ckpt.util.units import age, clock
+from torchrec_stream_ckpt.util.units import age
 from torchrec_stream_ckpt.util.uris import job_name, parse_uri
 
 
@@ -122,7 +118,7 @@ def follow_stream(
             values = partial(values_of, follower.stats)
             labels = labels_of(options.uri)
             stack.callback(serve_metrics(metrics_host, metrics_port, values, FOLLOWER_METRICS, labels).close)
-        report = stack.enter_context(_reporter(follower, as_json=json))
+        report = stack.enter_context(reporter(_line, dict[str, Any], partial(_now, follower), as_json=json))
         sink: Sink | None = None
         if redis is not None:
             sink = RedisSink(redis, redis_prefix or f"{job_name(options.uri)}:", redis_options)
@@ -175,18 +171,6 @@ def _record(
         "tables": dict(rows),
         "why": update.why,
     }
-
-
-@contextlib.contextmanager
-def _reporter(follower: Follower, *, as_json: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    console = Console(stderr=True)
-    if as_json:
-        yield lambda record: print(json_.dumps(record), flush=True)
-    elif not console.is_terminal:
-        yield lambda record: print(f"{clock(time.time())} {_line(record)}", file=sys.stderr, flush=True)
-    else:
-        with Live(get_renderable=lambda: _now(follower), console=console, refresh_per_second=4):
-            yield lambda record: console.print(f"{clock(time.time())} {plain(_line(record))}", highlight=False)
 
 
 def _now(follower: Follower) -> Text:

@@ -3,12 +3,14 @@ used."""
 
 from __future__ import annotations
 
+import ast
 import errno
 import os
 import sys
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -42,44 +44,9 @@ VERBS = {
     "unpin": "pin:unpin_marker",
     "name": "name:name_marker",
     "config": "config_:print_config",
-    "broker": "broker:app",
+    "broker": "broker:broker",
 }
-"""Verb -> its module below ``cli``, and the function or app in it."""
-
-SAYS = {
-    "list": "List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.",
-    "show": "Show one marker: its lineage, its tables, where each rank's stream ends, its dense files.",
-    "verify": "Read everything that a restore would and check every checksum, chain, sequence and digest.",
-    "doctor": "Check the log's settings, rights, room and copies, the store, the newest marker, the clock and the "
-    "versions.",
-    "watch": "Watch a job: its newest marker, what would be lost now, how long a restore would take, and what is "
-    "wrong.",
-    "report": "Draw a job: its markers and branches, what each table sends, hot rows, stalls, how long restores take.",
-    "materialize": "Follow a log and fold it into its store, so that any marker comes back at disk speed and the log "
-    "can be trimmed.",
-    "diff": "Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.",
-    "plan": "Compute what a job needs: network, brokers, disks, memory, and what a failure costs. A model, not a "
-    "measurement.",
-    "evolve-plan": "Show what becomes of a marker in a changed model: what is kept, moved, fresh, dropped.",
-    "export": "Write a marker's tables for other programs: plain DCP, safetensors, or Parquet.",
-    "import": "Write a checkpoint of DCP or torch.save as the first marker of a new log. Any job restores it, on any "
-    "plan.",
-    "recover": "Repair a log that has lost control records, the end of them, its identity, or everything.",
-    "relay": "Copy the committed markers of the inner tier to the outer one: frames as they are, dense state, then "
-    "COMMIT.",
-    "follow": "Follow a stream: load its newest marker, then read only the changes, and print them table by table.",
-    "fence": "Take the job away from the trainer that owns it, wherever it runs.",
-    "trim": "Delete log data up to a marker, after a check that the store holds all that a restore may need.",
-    "scrub": "Read everything that the store holds of a job, and compare all checksums and digests.",
-    "gc": "Give up the markers that no option keeps, and delete what is no longer needed, in this store alone.",
-    "pin": "Keep a marker in the store, whatever the retention says.",
-    "unpin": "Undo a pin: retention may give the marker up again.",
-    "name": "Give a marker a name that all verbs and calls accept, or move the name; without MARKER, list the names.",
-    "config": "Print the settings in force for a training script, and the source of each: flag, environment, file, "
-    "default.",
-    "broker": "A private Kafka broker on this machine (loopback only).",
-}
-"""Verb -> the first sentence of its help. The list of all verbs uses it without importing any of them."""
+"""Verb -> its module below ``cli``, and the function in it whose docstring is its help."""
 
 ALSO_CALLED = {
     "ls": "list",
@@ -115,15 +82,23 @@ REMOVED = {("gc", "--engine"): "gc deletes in its own process: leave this option
 """(Verb, option that it had) -> what to do instead."""
 
 
+def says(verb: str) -> str:
+    """Return the first paragraph of a verb's help, from the source: no verb is imported for the list of all verbs."""
+    module, _, name = VERBS[verb].partition(":")
+    code = ast.parse(Path(__file__).with_name(f"{module}.py").read_bytes())
+    (found,) = (each for each in code.body if isinstance(each, ast.FunctionDef) and each.name == name)
+    return " ".join((ast.get_docstring(found) or "").partition("\n\n")[0].split())
+
+
 def _command(verb: str) -> Any:
     """Build a verb that takes no option from the environment."""
     module, _, name = VERBS[verb].partition(":")
-    found = getattr(import_module(f"torchrec_stream_ckpt.cli.{module}"), name)
-    if not isinstance(found, typer.Typer):
-        one = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+    imported = import_module(f"torchrec_stream_ckpt.cli.{module}")
+    found = getattr(imported, "app", None)  # of a verb with verbs of its own
+    if found is None:
+        found = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
         context = {"ignore_unknown_options": verb == "config"}  # its flags are those of scripts
-        one.command(verb, context_settings=context)(as_command(found))
-        found = one
+        found.command(verb, context_settings=context)(as_command(getattr(imported, name)))
     made = typer.main.get_command(found)
     made.name = verb
     return made
@@ -196,10 +171,8 @@ class _Group(TyperGroup):
         return list(VERBS)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        lazy, self.commands = (
-            self.commands,
-            {verb: TyperCommand(verb, help=said, short_help=said) for verb, said in SAYS.items()},
-        )
+        lazy = self.commands
+        self.commands = {verb: TyperCommand(verb, help=said, short_help=said) for verb in VERBS if (said := says(verb))}
         try:
             super().format_help(ctx, formatter)
         finally:

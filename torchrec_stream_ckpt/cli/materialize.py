@@ -13,9 +13,9 @@ from typing import Annotated, Literal
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import stopping
+from torchrec_stream_ckpt.cli.common import event_record, reporter, stopping
 from torchrec_stream_ckpt.cli.engines import opened_engine
-from torchrec_stream_ckpt.cli.events import reporter
+from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, MetricsHost, MetricsPort, Uri
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.find.job import kept_store, options_of
@@ -251,7 +251,8 @@ def materialize_log(
                 metrics_host, metrics_port, lambda: metric_values(service, setup.running), labels=labels_of(uri)
             )
             closing.callback(endpoint.close)
-        service.report = closing.enter_context(reporter(service, lambda: setup.where, as_json=json))
+        panel = Panel(service, lambda: setup.where)
+        service.report = closing.enter_context(reporter(line, event_record, panel.render, as_json=json))
         service.report(Event("start", {"uri": uri, "store": store, "once": once}))
         with stopping(service.stop):
             ended = service.run(once=once, poll_s=poll_s)

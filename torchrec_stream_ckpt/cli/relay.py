@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import json as json_
-import sys
-import time
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import print_json, stopping
+from torchrec_stream_ckpt.cli.common import event_record, print_json, reporter, stopping
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.extras.tiers.relay_service import RelayService, state_of
@@ -20,7 +17,7 @@ from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.util.config import StreamConfig, check_tiers
 from torchrec_stream_ckpt.util.service import Event
-from torchrec_stream_ckpt.util.units import clock, size
+from torchrec_stream_ckpt.util.units import size
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 
@@ -61,9 +58,10 @@ def relay_log(
         if status:
             _print(state_of(tiers), as_json=json)
             return
-        service = RelayService(tiers, _reporter(as_json=json))
-        with stopping(service.stop):
-            done = service.run(once=once, poll_s=poll_s)
+        with reporter(_line, event_record, as_json=json) as report:
+            service = RelayService(tiers, report)
+            with stopping(service.stop):
+                done = service.run(once=once, poll_s=poll_s)
     if once and (service.passed or not done):
         raise typer.Exit(1)
 
@@ -98,16 +96,6 @@ def _print(state: dict[str, object], *, as_json: bool) -> None:
     )
 
 
-def _reporter(*, as_json: bool) -> Callable[[Event], None]:
-    def report(event: Event) -> None:
-        if as_json:
-            print(json_.dumps({"event": event.event, **event.fields}), flush=True)
-        else:
-            print(f"{clock(time.time())} {printable(_line(event))}", file=sys.stderr, flush=True)
-
-    return report
-
-
 def _line(event: Event) -> str:
     fields = event.fields
     text: dict[str, Callable[[], str]] = {
@@ -119,4 +107,4 @@ def _line(event: Event) -> str:
         "recovered": lambda: "it works again",
         "stop": lambda: f"stopped: {size(fields['frames_bytes'])} of frames copied",
     }
-    return text[event.event]()
+    return printable(text[event.event]())

@@ -6,11 +6,12 @@ import contextlib
 import json as json_
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, replace
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, replace
+from math import inf
+from typing import Annotated, Any, TypeVar
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.live import Live
 
 from torchrec_stream_ckpt.cli.common import console, print_json
@@ -27,15 +28,16 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.extras.reporting.follower_status import follower_status
 from torchrec_stream_ckpt.extras.reporting.job_status import Alert, Look, MarkerRow, look, standing_record, strays_of
 from torchrec_stream_ckpt.find.survey import Survey
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.inner import Holdings, Job, ProofStatus
 from torchrec_stream_ckpt.log.stream import proof_width
 from torchrec_stream_ckpt.proofs.proof_status import status_of
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.verdicts import list_proved
 from torchrec_stream_ckpt.util.stats import RESTORE_BYTES_PER_S
-from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import KafkaUri, kind_of, parse_uri
 
+V = TypeVar("V")
 _GAP_EVERY_S = 30.0
 _LIST_EVERY_S = 10.0
 
@@ -70,17 +72,18 @@ class Watcher:
         self._followers = tuple(followers)
         self._rate = rate
         self._kafka = isinstance(parse_uri(job.uri), KafkaUri)
-        self._gap: tuple[MarkerId | None, float, str] = (None, 0.0, "")
-        """(marker that was checked, when, what it lacks)."""
-        self._held: tuple[MarkerId, float, Holdings | None] | None = None
-        """(newest marker when the store was listed, when that was, the store's contents)."""
-        self._compared: ProofStatus | None = None
-        """Comparisons with proofs, as of then."""
-        self._lost: tuple[float, str] = (float("-inf"), "")
-        """(when it was checked, what the control partition has lost)."""
-        self._widths: dict[int, tuple[MarkerId, int | None]] = {}
-        """Generation -> (marker that was checked, width of its window)."""
+        self._kept: dict[str, tuple[object, float, Any]] = {}
+        """Name of a value -> (what it is of, when it was read, the value)."""
         self._last: Look | None = None
+
+    def _read(self, name: str, of: object, every_s: float, read: Callable[[], V]) -> V:
+        """Return a value, which is read if it is of something new, and periodically."""
+        known, when, value = self._kept.get(name, (None, 0.0, None))
+        if name not in self._kept or known != of or time.monotonic() - when > every_s:
+            value = read()
+            self._kept[name] = of, time.monotonic(), value
+        found: V = value
+        return found
 
     def look(self) -> Look:
         """Return the state of the job as of now.
@@ -89,12 +92,36 @@ class Watcher:
             LogUnavailableError, StoreUnavailableError: they do not answer.
         """
         lineage = self._job.control.refresh()
-        holdings, lacks, width = self._holdings(self._job), self._lacks(self._job), self._width(self._job)
-        strays = strays_of(lineage.newest) if self._kafka and lineage.newest is not None else None
-        lost = self._lost_tail()
-        found = look(lineage, holdings, self._rate, time.time(), lacks, width, lost, strays, compared=self._compared)
+        lost, newest = self._read("lost", None, _GAP_EVERY_S, self._lost_tail), lineage.newest
+        if newest is None:
+            found = look(lineage, None, self._rate, time.time(), lost=lost)
+        else:
+            of, generation = newest.id, newest.generation
+            holdings, compared = self._read("held", of, _LIST_EVERY_S, lambda: self._held(newest))
+            lacks = self._read("lacks", of, _GAP_EVERY_S, lambda: Survey(self._job).look(newest).reason)
+            # All windows of a generation are equally wide.
+            known = self._kept.get(f"width {generation}", (None, 0.0, None))[2]
+            width = known or self._read(
+                f"width {generation}", of, inf, lambda: proof_width(self._job.log, lineage, newest)
+            )
+            strays = strays_of(newest) if self._kafka else None
+            found = look(lineage, holdings, self._rate, time.time(), lacks, width, lost, strays, compared=compared)
         self._last = self._with_followers(found)
         return self._last
+
+    def _held(self, newest: Commit) -> tuple[Holdings | None, ProofStatus | None]:
+        """List the store's contents, and its comparisons with proofs."""
+        lineage, objects = self._job.lineage, self._job.objects
+        held = Holdings.load(objects, lineage) if check_store(objects) else None
+        return held, status_of(lineage, newest.id, list_proved(objects, lineage.job) if held is not None else [])
+
+    def _lost_tail(self) -> str:
+        """Check whether the control partition has lost records. Keeps the last result if the store does not answer,
+        which the other looks report."""
+        with contextlib.suppress(StreamCkptError):
+            error = self._job.lost_tail()
+            return f"{error.headline}; {error.hint}" if error is not None else ""
+        return str(self._kept.get("lost", (None, 0.0, ""))[2])
 
     def _with_followers(self, seen: Look) -> Look:
         """Add the followers, and an alert for each that does not answer or serves nothing."""
@@ -116,52 +143,6 @@ class Watcher:
             loss_s = now - self._last.newest.time_s if self._last.newest is not None else None
             kept = tuple(each for each in self._last.alerts if each.kind != alert.kind)
             return replace(self._last, time_s=now, loss_s=loss_s, alerts=(alert, *kept))
-
-    def _holdings(self, job: Job) -> Holdings | None:
-        """List the store's contents if there is a new marker, and periodically."""
-        newest = job.lineage.newest
-        if newest is None:
-            return None
-        now = time.monotonic()
-        if self._held is None or self._held[0] != newest.id or now - self._held[1] > _LIST_EVERY_S:
-            objects = job.objects
-            held = Holdings.load(objects, job.lineage) if check_store(objects) else None
-            said = list_proved(objects, job.lineage.job) if held is not None else []
-            self._compared = status_of(job.lineage, newest.id, said)
-            self._held = (newest.id, now, held)
-        return self._held[2]
-
-    def _width(self, job: Job) -> int | None:
-        """Return the width of the windows of the newest marker's generation: all are equally wide."""
-        newest = job.lineage.newest
-        if newest is None:
-            return None
-        marker, width = self._widths.get(newest.generation, (None, None))
-        if width is None and marker != newest.id:
-            width = proof_width(job.log, job.lineage, newest)
-            self._widths[newest.generation] = newest.id, width
-        return width
-
-    def _lost_tail(self) -> str:
-        """Check periodically whether the control partition has lost records."""
-        when, lost = self._lost
-        if time.monotonic() - when > _GAP_EVERY_S:
-            with contextlib.suppress(StreamCkptError):  # the other looks report a store that does not answer
-                error = self._job.lost_tail()
-                lost = f"{error.headline}; {error.hint}" if error is not None else ""
-            self._lost = time.monotonic(), lost
-        return lost
-
-    def _lacks(self, job: Job) -> str:
-        """Check whether the newest marker lacks data: if it is new, and periodically."""
-        newest = job.lineage.newest
-        if newest is None:
-            return ""
-        marker, when, lacks = self._gap
-        if newest.id != marker or time.monotonic() - when > _GAP_EVERY_S:
-            lacks = Survey(job).look(newest).reason
-            self._gap = (newest.id, time.monotonic(), lacks)
-        return lacks
 
 
 def watch_job(
@@ -202,25 +183,27 @@ def watch_job(
         watch_all(jobs, interval, restore_mb_per_s, once=once, fail_on_alert=fail_on_alert, json=json)
         return
     with options.open(warn=False) if once else _opened(options, interval) as job:
-        watcher = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s), follower or ())
-        if once:
-            seen = watcher.look()
-            _show_once(options.uri, seen, json=json)
-            if seen.alerts:
-                raise typer.Exit(1)
-            return
-        with _shower(options.uri, json=json) as show:
-            while True:
-                seen = watcher.look_or_say_why_not()
-                show(seen)
-                if fail_on_alert and seen.alerts:
-                    break
-                if fail_on_alert and seen.ended is not None and seen.ended.outcome == "finished":
-                    return
-                time.sleep(interval)
-    for alert in alerts_of(seen) if not json else ():  # the live view is gone with its screen
-        typer.echo(f"Alert: {printable(alert)}", err=True)
-    raise typer.Exit(1)
+        watcher, lines = Watcher(job, bytes_per_s(options.uri, restore_mb_per_s), follower or ()), Lines()
+        seen = watcher.look()
+
+        def look_again() -> None:
+            nonlocal seen
+            seen = watcher.look_or_say_why_not()
+
+        watch(
+            Screen(
+                look=look_again,
+                view=lambda width, height: view(options.uri, seen, width, height),
+                record=lambda: record(options.uri, seen),
+                show_lines=lambda: lines.show(seen, alerts_of(seen)),
+                alerts=lambda: alerts_of(seen),
+                finished=lambda: seen.ended is not None and seen.ended.outcome == "finished",
+            ),
+            interval,
+            once=once,
+            fail_on_alert=fail_on_alert,
+            json=json,
+        )
 
 
 @contextlib.contextmanager
@@ -240,26 +223,56 @@ def _opened(options: JobOptions, interval: float) -> Iterator[Job]:
         yield job
 
 
-def _show_once(uri: str, seen: Look, *, json: bool) -> None:
-    if json:
-        print_json(record(uri, seen))
-    else:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """The watched job or jobs, as they were seen last."""
+
+    look: Callable[[], None]
+    """Looks again."""
+    view: Callable[[int, int | None], RenderableType]
+    """Returns the picture for a terminal of this width and height."""
+    record: Callable[[], object]
+    show_lines: Callable[[], None]
+    """Prints new events."""
+    alerts: Callable[[], list[str]]
+    finished: Callable[[], bool]
+    """Returns whether all of it has ended well."""
+
+
+def watch(screen: Screen, interval_s: float, *, once: bool, fail_on_alert: bool, json: bool) -> None:
+    """Show a screen, until an alert or the end if these are asked for."""
+    if once and json:
+        print_json(screen.record())
+    elif once:
         out = console(pipe=200)
-        out.print(view(uri, seen, out.width))
+        out.print(screen.view(out.width, None))
+    else:
+        with _shower(screen, json=json) as show:
+            while True:
+                show()
+                if fail_on_alert and screen.alerts():
+                    break
+                if fail_on_alert and screen.finished():
+                    return
+                time.sleep(interval_s)
+                screen.look()
+        for alert in screen.alerts() if not json else ():  # the live view is gone with its screen
+            typer.echo(f"Alert: {printable(alert)}", err=True)
+    if screen.alerts():
+        raise typer.Exit(1)
 
 
 @contextlib.contextmanager
-def _shower(uri: str, *, json: bool) -> Iterator[Callable[[Look], None]]:
-    """Yield a function that shows looks, until the context ends."""
-    screen = Console(width=asked_width())
+def _shower(screen: Screen, *, json: bool) -> Iterator[Callable[[], None]]:
+    """Yield a function that shows what was seen, until the context ends."""
+    terminal = Console(width=asked_width())
     if json:
-        yield lambda seen: print(json_.dumps(record(uri, seen)), flush=True)
-    elif not screen.is_terminal:
-        lines = Lines()
-        yield lambda seen: lines.show(seen, alerts_of(seen))
+        yield lambda: print(json_.dumps(screen.record()), flush=True)
+    elif not terminal.is_terminal:
+        yield screen.show_lines
     else:
-        with Live(console=screen, screen=True, auto_refresh=False) as live:
-            yield lambda seen: live.update(view(uri, seen, screen.width, screen.height), refresh=True)
+        with Live(console=terminal, screen=True, auto_refresh=False) as live:
+            yield lambda: live.update(screen.view(terminal.width, terminal.height), refresh=True)
 
 
 def alerts_of(seen: Look) -> list[str]:

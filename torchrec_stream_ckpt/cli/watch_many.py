@@ -6,20 +6,17 @@ A log that does not answer does not delay the view of other jobs.
 from __future__ import annotations
 
 import contextlib
-import json as json_
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-import typer
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from torchrec_stream_ckpt.cli.common import console, plain
+from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.cli.options import JobOptions
-from torchrec_stream_ckpt.cli.watch import Lines, Watcher, alerts_of, bytes_per_s, record
+from torchrec_stream_ckpt.cli.watch import Lines, Screen, Watcher, alerts_of, bytes_per_s, record, watch
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
 from torchrec_stream_ckpt.extras.reporting.job_status import Look
 from torchrec_stream_ckpt.util.units import clock, duration
@@ -76,33 +73,40 @@ def watch_all(
 ) -> None:
     """Watch several jobs, as ``watch_job`` watches one; ends as that does, with an alert of any of them."""
     watched = [Watched(name, each, rate) for name, each in zip(_names(jobs), jobs, strict=True)]
-    if once:
-        for each in watched:
-            each.look()
-        _show_once(watched, json=json)
-        if any(each.alerts for each in watched):
-            raise typer.Exit(1)
-        return
+    lines = [(each, Lines(printable(f"{each.name}: "))) for each in watched]
     end = threading.Event()
+
+    def show_lines() -> None:
+        for each, mine in lines:
+            mine.show(each.seen, each.alerts)
+
+    def finished() -> bool:
+        return all(each.seen is not None and _state(each.seen) == "finished" for each in watched)
+
+    def alerts() -> list[str]:
+        """Return all alerts. While jobs are followed, one that does not answer is waited for, and is none by itself."""
+        alarmed = any(once or (each.seen is not None and each.seen.alerts) for each in watched)
+        return [f"{each.name}: {alert}" for each in watched for alert in each.alerts] if alarmed else []
+
     for each in watched:
-        threading.Thread(target=each.follow, args=(interval_s, end), name=f"watch {each.name}", daemon=True).start()
+        if once:
+            each.look()
+        else:
+            threading.Thread(target=each.follow, args=(interval_s, end), name=f"watch {each.name}", daemon=True).start()
+    if not once:
+        time.sleep(interval_s)
+    screen = Screen(
+        look=lambda: None,  # each job has its own thread
+        view=lambda *_: view(watched, time.time()),
+        record=lambda: _records(watched),
+        show_lines=show_lines,
+        alerts=alerts,
+        finished=finished,
+    )
     try:
-        with _shower(watched, json=json) as show:
-            while True:
-                time.sleep(interval_s)
-                show()
-                looked = [each for each in watched if each.seen is not None]
-                if fail_on_alert and any(each.seen.alerts for each in looked if each.seen is not None):
-                    break
-                done = [each.seen.ended for each in looked if each.seen is not None and each.seen.ended is not None]
-                if fail_on_alert and len(done) == len(watched) and all(e.outcome == "finished" for e in done):
-                    return
+        watch(screen, interval_s, once=once, fail_on_alert=fail_on_alert, json=json)
     finally:
         end.set()
-    for each in watched if not json else ():
-        for alert in each.alerts:
-            typer.echo(f"Alert: {printable(f'{each.name}: {alert}')}", err=True)
-    raise typer.Exit(1)
 
 
 def _names(jobs: Sequence[JobOptions]) -> list[str]:
@@ -123,11 +127,16 @@ def view(watched: Sequence[Watched], now_s: float) -> RenderableType:
     return Group(table, *([Text("\n" + "\n".join(alerts), style="red")] if alerts else []))
 
 
+def _state(seen: Look) -> str:
+    """Return how a job has ended; empty if it has not."""
+    return seen.ended.outcome if seen.ended is not None else ""
+
+
 def _cells(each: Watched, now_s: float) -> tuple[str, ...]:
     seen = each.seen
     if seen is None:
         return ("-", "-", "-", "-", "-", "unavailable")
-    state = seen.ended.outcome if seen.ended is not None else f"{len(each.alerts)} alerts" if each.alerts else "well"
+    state = _state(seen) or (f"{len(each.alerts)} alerts" if each.alerts else "well")
     newest = seen.newest
     if newest is None:
         return ("none", "-", "all of it", "-", "-", state)
@@ -147,29 +156,3 @@ def _records(watched: Sequence[Watched]) -> list[dict[str, object]]:
         seen: dict[str, object] = {"uri": each.uri, "newest": None, "recent": [], "alerts": []}
         found.append({**(record(each.uri, each.seen) if each.seen is not None else seen), "trouble": each.trouble})
     return found
-
-
-def _show_once(watched: Sequence[Watched], *, json: bool) -> None:
-    if json:
-        typer.echo(json_.dumps(_records(watched), indent=2))
-    else:
-        console(pipe=200).print(view(watched, time.time()))
-
-
-@contextlib.contextmanager
-def _shower(watched: Sequence[Watched], *, json: bool) -> Iterator[Callable[[], None]]:
-    """Yield a function that shows all jobs each time it is called."""
-    screen = Console()
-    if json:
-        yield lambda: print(json_.dumps(_records(watched)), flush=True)
-    elif not screen.is_terminal:
-        lines = [(each, Lines(printable(f"{each.name}: "))) for each in watched]
-
-        def show() -> None:
-            for each, mine in lines:
-                mine.show(each.seen, each.alerts)
-
-        yield show
-    else:
-        with Live(console=screen, screen=True, auto_refresh=False) as live:
-            yield lambda: live.update(view(watched, time.time()), refresh=True)
