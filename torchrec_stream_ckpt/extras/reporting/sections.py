@@ -6,29 +6,28 @@ The values noted for markers are drawn as one chart per name, over the markers t
 from __future__ import annotations
 
 import math
-import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torchrec_stream_ckpt.extras.reporting.history import Heat, History, Stalls, Traffic
 from torchrec_stream_ckpt.extras.reporting.job_status import Look
 from torchrec_stream_ckpt.extras.reporting.svg import (
     COLORS,
     LEFT,
+    RIGHT,
+    WIDTH,
     Axis,
     Bar,
-    Line,
-    bar_center,
-    bars,
+    bar_chart,
+    by_generation,
     chart,
-    grid,
+    labels,
     legend,
+    line_chart,
     name_of,
-    plot_axes,
-    polyline,
+    some,
+    text,
     text_of,
-    thinned,
-    ticks,
 )
 from torchrec_stream_ckpt.format.lineage import Lineage, changed_tables
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -36,14 +35,13 @@ from torchrec_stream_ckpt.util.units import day, duration, size
 
 MOST_CHARTS = 8
 """Maximum number of values that are drawn: those that most markers have."""
-_DOTS = 60
 
-Points = list[tuple[MarkerId, float]]
+Numbers = list[tuple[MarkerId, float]]
 
 
-def series(lineage: Lineage, markers: Sequence[MarkerId]) -> dict[str, Points]:
+def series(lineage: Lineage, markers: Sequence[MarkerId]) -> dict[str, Numbers]:
     """Return the numbers of each name in the order of the markers. Names that most markers have are first."""
-    found: dict[str, Points] = {}
+    found: dict[str, Numbers] = {}
     for marker in markers:
         for name, value in lineage.meta(marker):
             if not isinstance(value, str):
@@ -51,7 +49,7 @@ def series(lineage: Lineage, markers: Sequence[MarkerId]) -> dict[str, Points]:
     return dict(sorted(found.items(), key=lambda each: (-len(each[1]), each[0])))
 
 
-def values(found: Mapping[str, Points]) -> str:
+def values(found: Mapping[str, Numbers]) -> str:
     """Draw one chart per name."""
     shown = list(found)[:MOST_CHARTS]
     rest = list(found)[MOST_CHARTS:]
@@ -59,26 +57,22 @@ def values(found: Mapping[str, Points]) -> str:
     return "".join(_chart(number, name, found[name]) for number, name in enumerate(shown)) + left
 
 
-def _chart(number: int, name: str, points: Points) -> str:
-    across, upward = plot_axes()
-    numbers = [value for _, value in points]
-    low, high = min(numbers), max(numbers)
+def _chart(number: int, name: str, points: Numbers) -> str:
+    best, worst = max(points, key=lambda each: each[1]), min(points, key=lambda each: each[1])
+    low, high = worst[1], best[1]
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
-    x, y = Axis(0.0, float(max(1, len(points) - 1)), *across), Axis(low - pad, high + pad, *upward)
-    lines: dict[int, list[tuple[float, float]]] = {}
-    for place, (marker, value) in enumerate(points):
-        lines.setdefault(marker.generation, []).append((float(place), value))
-    every = max(1, len(points) // 6)
-    x_ticks = [(float(place), str(points[place][0])) for place in range(0, len(points), every)]
-    body = grid(x, y, x_ticks, [(value, f"{value:.6g}") for value in ticks(y.low, y.high)], f"{name}, by marker")
-    body += "".join(
-        polyline(Line(str(generation), thinned(drawn), generation % (COLORS - 1), len(drawn) <= _DOTS), x, y)
-        for generation, drawn in lines.items()
+    said = f"{len(points)} markers; highest {high:.6g} at {best[0]}, lowest {low:.6g} at {worst[0]}"
+    drawn = line_chart(
+        f"value-{number}",
+        name,
+        said,
+        by_generation((marker.generation, place, value) for place, (marker, value) in enumerate(points)),
+        f"{name}, by marker",
+        lambda value: f"{value:.6g}",
+        some([marker for marker, _ in points]),
+        (low - pad, high + pad),
     )
-    best = max(points, key=lambda each: each[1]), min(points, key=lambda each: each[1])
-    said = f"{len(points)} markers; highest {best[0][1]:.6g} at {best[0][0]}, lowest {best[1][1]:.6g} at {best[1][0]}"
-    drawn_as = re.sub(r"[^A-Za-z0-9]", "-", f"value-{number}")
-    return chart(drawn_as, name, said, body) + f"<p>{text_of(name)}: {text_of(said)}.</p>"
+    return drawn + f"<p>{text_of(name)}: {text_of(said)}.</p>"
 
 
 MOST_BARS = 100
@@ -142,27 +136,15 @@ def over_time(intervals: Sequence[Traffic]) -> str:
         (pair for pair in (("days", 86_400.0), ("hours", 3_600.0), ("minutes", 60.0)) if span_s > 2 * pair[1]),
         ("seconds", 1.0),
     )
-    lines: dict[int, list[tuple[float, float]]] = {}
-    for each in intervals:
-        point = ((each.commit.time_s - first) / length, float(each.commit.step))
-        lines.setdefault(each.commit.generation, []).append(point)
-    across, upward = plot_axes()
-    x = Axis(0.0, span_s / length or 1.0, *across)
-    y = Axis(0.0, max(each.commit.step for each in intervals) or 1.0, *upward)
-    body = grid(x, y, _labels(x, count), _labels(y, count), f"{unit} since {day(first)}; upward: step")
-    body += "".join(
-        polyline(Line(f"generation {generation}", thinned(points), generation % _OTHERS, len(points) <= 60), x, y)
-        for generation, points in lines.items()
+    lines = by_generation(
+        (each.commit.generation, (each.commit.time_s - first) / length, float(each.commit.step)) for each in intervals
     )
     said = f"{len(intervals)} markers of {len(lines)} generations, up to step {intervals[-1].commit.step}"
-    shown = list(lines)[-_OTHERS:]
-    older = f", and {len(lines) - len(shown)} older ones" if len(lines) > len(shown) else ""
-    names = [(generation % _OTHERS, f"generation {generation}") for generation in shown]
-    return chart("time", "Markers over time", said, body) + legend([*names, *([(_OTHERS, older[6:])] if older else [])])
-
-
-def _labels(axis: Axis, show: Callable[[float], str]) -> list[tuple[float, str]]:
-    return [(value, show(value)) for value in ticks(axis.low, axis.high)]
+    names = [(generation % _OTHERS, f"generation {generation}") for generation in list(lines)[-_OTHERS:]]
+    if len(lines) > len(names):
+        names.append((_OTHERS, f"{len(lines) - len(names)} older ones"))
+    foot = f"{unit} since {day(first)}; upward: step"
+    return line_chart("time", "Markers over time", said, lines, foot, count, count) + legend(names)
 
 
 # Lineage.
@@ -174,14 +156,10 @@ def lineage(whole: Lineage) -> str:
     shown = generations[-MOST_LANES:]
     ends = _ends(whole)
     height = 48 + _LANE * len(shown)
-    across, _ = plot_axes(height)
-    x = Axis(0.0, float(max(end for _, end, _ in ends.values()) or 1), LEFT - 40, across[1] - 230)
+    x = Axis(0.0, float(max(end for _, end, _ in ends.values()) or 1), LEFT - 40, WIDTH - RIGHT - 230)
     lanes = {generation: 16 + _LANE * number for number, generation in enumerate(shown)}
     body = "".join(_lane(whole, generation, lanes, ends[generation], x) for generation in shown)
-    body += "".join(
-        f'<text class="tick" x="{x(value):.1f}" y="{height - 8}" text-anchor="middle">{text_of(label)}</text>'
-        for value, label in _labels(x, count)
-    )
+    body += "".join(text(x(value), height - 8, label, "middle") for value, label in labels(x, count))
     said = f"{len(generations)} generations, the newest {len(shown)} of them drawn"
     older = (
         f"<p>{len(generations) - len(shown):,} older generations are not drawn.</p>"
@@ -220,7 +198,7 @@ def _lane(whole: Lineage, generation: int, lanes: dict[int, int], span: tuple[in
         if claim.world
         else "a fence"
     )
-    return drawn + f'<text class="lane" x="{max(left, right) + 9:.1f}" y="{y + 4}">{generation}: {text_of(what)}</text>'
+    return drawn + text(max(left, right) + 9, y + 4, f"{generation}: {what}", kind="lane")
 
 
 def _generations(whole: Lineage, ends: dict[int, tuple[int, int, int]]) -> str:
@@ -252,24 +230,25 @@ def by_table(intervals: Sequence[Traffic], what: str) -> str:
     stacks = [_stack(group, what, top) for group in groups]
     scale = max((stack.total for stack in stacks if not stack.clipped), default=0.0)
     scale = scale or max((stack.total for stack in stacks), default=0.0) or 1.0
-    across, upward = plot_axes()
-    y = Axis(0.0, 1.05 * scale, *upward)
-    x = Axis(across[0], across[1], *across)
-    every = max(1, len(groups) // 6)
-    x_ticks = [
-        (bar_center(number, len(groups)), str(groups[number][0].commit.id)) for number in range(0, len(groups), every)
-    ]
     name = "bytes" if what == "num_bytes" else "rows"
     mean = max(map(len, groups))
     foot = "marker" if mean == 1 else f"markers; a bar is the mean of up to {mean}"
-    body = grid(x, y, x_ticks, _labels(y, show), foot) + bars(stacks, y, show)
     said = f"{show(sum(totals.values()))} {name} of {len(totals)} tables in {len(intervals)} markers"
-    named = [(number, table_name) for number, table_name in enumerate(top)]
+    named = list(enumerate(top))
     if len(totals) > len(top) or any(each.missing for each in intervals):
         named.append((_OTHERS, _rest_name(len(totals) - len(top), intervals)))
     rows = [(table_name, show(totals[table_name])) for table_name in sorted(totals, key=lambda each: -totals[each])]
     return (
-        chart(f"by-{name}", f"{name.capitalize()} a marker, by table", said, body)
+        bar_chart(
+            f"by-{name}",
+            f"{name.capitalize()} a marker, by table",
+            said,
+            stacks,
+            foot,
+            show,
+            1.05 * scale,
+            some([group[0].commit.id for group in groups]),
+        )
         + legend(named)
         + _missing(intervals)
         + details(f"All together, by table: {len(rows):,} tables", table(("table", name), rows[:500]))
@@ -348,20 +327,23 @@ def heat(history: History) -> str:
         for number, rows in enumerate(each.classes()):
             classes += [0] * (number + 1 - len(classes))
             classes[number] += rows
-    across, upward = plot_axes()
-    y = Axis(0.0, _FOOT + math.log10(max(classes)) * 1.05, *upward)
-    x = Axis(across[0], across[1], *across)
+    high = _FOOT + math.log10(max(classes)) * 1.05
     names = ["1" if not number else f"{2**number}-{2 ** (number + 1) - 1}" for number in range(len(classes))]
-    stacks = [
-        Bar(f"{name} times", [(0, "rows", _FOOT + math.log10(rows) if rows else 0.0)])
-        for name, rows in zip(names, classes, strict=True)
-    ]
-    x_ticks = [(bar_center(number, len(names)), count(2**number)) for number in range(len(names))]
-    y_ticks = [(_FOOT + power, count(10.0**power)) for power in range(int(y.high - _FOOT) + 1)]
-    body = grid(x, y, x_ticks, y_ticks, "times sent, from this number to the next; upward: rows")
-    body += bars(stacks, y, lambda value: count(10 ** (value - _FOOT)))
-    said = "; ".join(f"{count(rows)} rows {name} times" for name, rows in zip(names, classes, strict=True))
-    return chart("heat", "How often rows were sent", said, body) + _heat_table(tables)
+    drawn = bar_chart(
+        "heat",
+        "How often rows were sent",
+        "; ".join(f"{count(rows)} rows {name} times" for name, rows in zip(names, classes, strict=True)),
+        [
+            Bar(f"{name} times", [(0, "rows", _FOOT + math.log10(rows) if rows else 0.0)])
+            for name, rows in zip(names, classes, strict=True)
+        ],
+        "times sent, from this number to the next; upward: rows",
+        lambda value: count(10 ** (value - _FOOT)),
+        high,
+        [(float(number), count(2**number)) for number in range(len(names))],
+        [(_FOOT + power, count(10.0**power)) for power in range(int(high - _FOOT) + 1)],
+    )
+    return drawn + _heat_table(tables)
 
 
 def _heat_table(tables: Sequence[Heat]) -> str:
@@ -391,18 +373,20 @@ def stalls(found: Stalls | None) -> str:
             '<p class="none">Not shown: the log does not hold it. A job with <code>tensorboard="DIR"</code> writes it; '
             "then <code>stream-ckpt report URI --tensorboard DIR</code> draws it.</p>"
         )
-    across, upward = plot_axes()
-    x = Axis(found.longest[0][0], found.longest[-1][0] or 1.0, *across)
-    y = Axis(0.0, max(value for _, value in found.longest) or 1.0, *upward)
-    body = grid(x, y, _labels(x, count), _labels(y, lambda value: f"{value:g} ms"), "step")
-    lines = [Line("longest", found.longest, 1), Line("mean", found.mean, 0)]
-    body += "".join(polyline(Line(each.name, _peaks(each.points), each.color), x, y) for each in lines)
     longest = max(value for _, value in found.longest)
-    said = f"{len(found.longest)} points; the longest stall took {longest:.1f} ms"
-    return chart("stalls", "Stall a step", said, body) + legend([(1, "longest of about a second"), (0, "mean")])
+    drawn = line_chart(
+        "stalls",
+        "Stall a step",
+        f"{len(found.longest)} points; the longest stall took {longest:.1f} ms",
+        {1: _peaks(found.longest), 0: _peaks(found.mean)},
+        "step",
+        lambda value: f"{value:g} ms",
+        count,
+    )
+    return drawn + legend([(1, "longest of about a second"), (0, "mean")])
 
 
-def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple[float, float]]:
+def _peaks(points: Sequence[tuple[float, float]], most: int = 300) -> list[tuple[float, float]]:
     """Return the highest point of each group of neighbors if there are too many points to draw."""
     stride = max(1, -(-len(points) // most))
     return [max(points[at : at + stride], key=lambda point: point[1]) for at in range(0, len(points), stride)]
@@ -413,23 +397,13 @@ def _peaks(points: Sequence[tuple[float, float]], most: int = 400) -> list[tuple
 
 def restore(whole: Lineage, intervals: Sequence[Traffic], bytes_per_s: float) -> str:
     """Draw the seconds that a restore of each marker would take."""
-    older = _older(whole)
-    lines: dict[int, list[tuple[float, float]]] = {}
+    older, points = _older(whole), []
     for number, each in enumerate(intervals):
         num_bytes = older[each.commit.generation] + each.commit.num_bytes
-        seconds = num_bytes / (bytes_per_s * len(each.commit.ranks))
-        lines.setdefault(each.commit.generation, []).append((float(number), seconds))
-    across, upward = plot_axes()
-    high = max(seconds for points in lines.values() for _, seconds in points)
-    x, y = Axis(0.0, float(max(1, len(intervals) - 1)), *across), Axis(0.0, high or 1.0, *upward)
-    every = max(1, len(intervals) // 6)
-    x_ticks = [(float(number), str(intervals[number].commit.id)) for number in range(0, len(intervals), every)]
-    body = grid(x, y, x_ticks, _labels(y, _on_axis_s), "marker")
-    body += "".join(
-        polyline(Line(str(generation), thinned(points), generation % _OTHERS, len(points) <= 60), x, y)
-        for generation, points in lines.items()
-    )
-    return chart("restore", "Restore estimate", f"up to {_on_axis_s(high)}", body)
+        points.append((each.commit.generation, float(number), num_bytes / (bytes_per_s * len(each.commit.ranks))))
+    said = f"up to {_on_axis_s(max(seconds for _, _, seconds in points))}"
+    names = some([each.commit.id for each in intervals])
+    return line_chart("restore", "Restore estimate", said, by_generation(points), "marker", _on_axis_s, names)
 
 
 def _older(whole: Lineage) -> dict[int, int]:

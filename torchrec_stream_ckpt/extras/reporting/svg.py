@@ -8,7 +8,7 @@ from __future__ import annotations
 import html
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import printable
@@ -17,6 +17,8 @@ WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 14, 52
 COLORS = 8
 """Number of colors in the style sheet: ``--c0`` to ``--c7``. The last one is for the remaining items."""
+Ticks = Sequence[tuple[float, str]]
+Points = Sequence[tuple[float, float]]
 
 
 def text_of(value: object) -> str:
@@ -64,37 +66,32 @@ def chart(name: str, title: str, description: str, body: str, height: int = HEIG
     )
 
 
-def plot_axes(height: int = HEIGHT) -> tuple[tuple[float, float], tuple[float, float]]:
-    """Return ((left, right), (bottom, top)) of the plot."""
-    return (LEFT, WIDTH - RIGHT), (height - BOTTOM, TOP)
+def labels(axis: Axis, show: Callable[[float], str]) -> Ticks:
+    """Return round numbers of an axis with their labels."""
+    return [(value, show(value)) for value in ticks(axis.low, axis.high)]
 
 
-def grid(
-    x: Axis,
-    y: Axis,
-    x_ticks: Sequence[tuple[float, str]],
-    y_ticks: Sequence[tuple[float, str]],
-    x_name: str = "",
-) -> str:
+def some(names: Sequence[object]) -> Ticks:
+    """Return about six of the names, by their numbers."""
+    return [(float(number), str(names[number])) for number in range(0, len(names), max(1, len(names) // 6))]
+
+
+def text(x: float, y: float, label: object, anchor: str = "start", kind: str = "tick") -> str:
+    """Draw a label."""
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{text_of(label)}</text>'
+
+
+def _grid(x: Axis, y: Axis, x_ticks: Ticks, y_ticks: Ticks, foot: str) -> str:
     """Draw grid lines and labels."""
-    bottom = HEIGHT - BOTTOM
+    bottom, right = HEIGHT - BOTTOM, WIDTH - RIGHT
     parts = [
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
-        f'<text class="tick" x="{LEFT - 8}" y="{y(value) + 4:.1f}" text-anchor="end">{text_of(label)}</text>'
+        f'<line class="grid" x1="{LEFT}" x2="{right}" y1="{y(value):.1f}" y2="{y(value):.1f}"/>'
+        + text(LEFT - 8, y(value) + 4, label, "end")
         for value, label in y_ticks
     ]
-    parts += [
-        f'<text class="tick" x="{x(value):.1f}" y="{bottom + 18}" text-anchor="{_anchor(x(value))}">'
-        f"{text_of(label)}</text>"
-        for value, label in x_ticks
-    ]
-    parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{bottom}" y2="{bottom}"/>')
-    if x_name:
-        parts.append(
-            f'<text class="tick" x="{(LEFT + WIDTH - RIGHT) / 2}" y="{HEIGHT - 6}" text-anchor="middle">'
-            f"{text_of(x_name)}</text>"
-        )
-    return "".join(parts)
+    parts += [text(x(value), bottom + 18, label, _anchor(x(value))) for value, label in x_ticks]
+    parts.append(f'<line class="axis" x1="{LEFT}" x2="{right}" y1="{bottom}" y2="{bottom}"/>')
+    return "".join(parts) + text((LEFT + right) / 2, HEIGHT - 6, foot, "middle")
 
 
 def _anchor(position: float) -> str:
@@ -103,34 +100,52 @@ def _anchor(position: float) -> str:
     return "start" if position < LEFT + 20 else "middle"
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Points of one line."""
-
-    name: str
-    points: Sequence[tuple[float, float]]
-    color: int
-    dots: bool = False
+def by_generation(points: Iterable[tuple[int, float, float]]) -> dict[int, Points]:
+    """Return the points (x, y) of each generation."""
+    found: dict[int, list[tuple[float, float]]] = {}
+    for generation, x, y in points:
+        found.setdefault(generation, []).append((x, y))
+    return {**found}
 
 
-def polyline(line: Line, x: Axis, y: Axis) -> str:
-    path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in line.points)
-    drawn = f'<polyline class="line" style="stroke:var(--c{line.color})" points="{path}"/>'
-    if line.dots or len(line.points) == 1:
-        drawn += "".join(
-            f'<circle r="3" style="fill:var(--c{line.color})" cx="{x(px):.1f}" cy="{y(py):.1f}"/>'
-            for px, py in line.points
-        )
-    return drawn
+def line_chart(
+    name: str,
+    title: str,
+    said: str,
+    lines: Mapping[int, Points],
+    foot: str,
+    show: Callable[[float], str],
+    x_ticks: Ticks | Callable[[float], str],
+    bounds: tuple[float, float] | None = None,
+) -> str:
+    """Draw lines; few points of one are also drawn as dots.
+
+    Args:
+        name: Name of the chart, for identifiers.
+        title: Title for screen readers.
+        said: Description of its contents.
+        lines: Points by color.
+        foot: Meaning of both axes.
+        show: Formats the values upward.
+        x_ticks: Labels across, or the format of round numbers.
+        bounds: Least and largest value upward. None for 0 to the largest one.
+    """
+    every = [point for points in lines.values() for point in points]
+    x = Axis(min(at for at, _ in every), max(at for at, _ in every) or 1.0, LEFT, WIDTH - RIGHT)
+    low, high = bounds or (0.0, max(value for _, value in every) or 1.0)
+    y = Axis(low, high, HEIGHT - BOTTOM, TOP)
+    body = _grid(x, y, labels(x, x_ticks) if callable(x_ticks) else x_ticks, labels(y, show), foot)
+    return chart(name, title, said, body + "".join(_line(points, color, x, y) for color, points in lines.items()))
 
 
-def thinned(points: Sequence[tuple[float, float]], most: int = 300) -> Sequence[tuple[float, float]]:
-    """Return evenly spaced points, always including the last one."""
-    if len(points) <= most:
-        return points
-    stride = -(-len(points) // most)
-    kept = list(points[::stride])
-    return kept if kept[-1] == points[-1] else [*kept, points[-1]]
+def _line(points: Points, color: int, x: Axis, y: Axis) -> str:
+    stroke, thin = f"var(--c{color % (COLORS - 1)})", -(-len(points) // 300)
+    path = " ".join(f"{x(px):.1f},{y(py):.1f}" for px, py in [*points[:-1:thin], points[-1]])
+    drawn = f'<polyline class="line" style="stroke:{stroke}" points="{path}"/>'
+    dots = points if len(points) <= 60 else ()
+    return drawn + "".join(
+        f'<circle r="3" style="fill:{stroke}" cx="{x(px):.1f}" cy="{y(py):.1f}"/>' for px, py in dots
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,16 +164,36 @@ class Bar:
         return sum(value for _, _, value in self.parts)
 
 
-def bars(stacks: Sequence[Bar], y: Axis, show: Callable[[float], str]) -> str:
-    """Draw stacked bars over the whole width, each with a tooltip."""
-    pitch = (WIDTH - LEFT - RIGHT) / max(1, len(stacks))
+def bar_chart(
+    name: str,
+    title: str,
+    said: str,
+    stacks: Sequence[Bar],
+    foot: str,
+    show: Callable[[float], str],
+    high: float,
+    x_ticks: Ticks,
+    y_ticks: Ticks | None = None,
+) -> str:
+    """Draw stacked bars over the whole width, each with a tooltip.
+
+    Args:
+        name: Name of the chart, for identifiers.
+        title: Title for screen readers.
+        said: Description of its contents.
+        stacks: The bars.
+        foot: Meaning of both axes.
+        show: Formats the values upward.
+        high: Largest value upward.
+        x_ticks: Labels of bars, by their numbers.
+        y_ticks: Labels upward. None for round numbers.
+    """
+    pitch, y = (WIDTH - LEFT - RIGHT) / len(stacks), Axis(0.0, high, HEIGHT - BOTTOM, TOP)
+    x = Axis(-0.5, len(stacks) - 0.5, LEFT, WIDTH - RIGHT)
     width = min(48.0, max(1.0, pitch * (0.8 if pitch > 4 else 1.0)))
-    return "".join(_bar(stack, LEFT + (number + 0.5) * pitch, width, y, show) for number, stack in enumerate(stacks))
-
-
-def bar_center(number: int, count: int) -> float:
-    """Return the horizontal center of a bar."""
-    return LEFT + (number + 0.5) * (WIDTH - LEFT - RIGHT) / max(1, count)
+    body = _grid(x, y, x_ticks, labels(y, show) if y_ticks is None else y_ticks, foot)
+    body += "".join(_bar(stack, x(number), width, y, show) for number, stack in enumerate(stacks))
+    return chart(name, title, said, body)
 
 
 def _bar(stack: Bar, center: float, width: float, y: Axis, show: Callable[[float], str]) -> str:
@@ -173,10 +208,7 @@ def _bar(stack: Bar, center: float, width: float, y: Axis, show: Callable[[float
             )
         base += value
     if stack.clipped and stack.total > y.high:
-        drawn.append(
-            f'<text class="tick" x="{center + width / 2 + 4:.1f}" y="{TOP + 8}">'
-            f"&#8593; {text_of(show(stack.total))}</text>"
-        )
+        drawn.append(text(center + width / 2 + 4, TOP + 8, f"\u2191 {show(stack.total)}"))
     return "".join(drawn)
 
 
