@@ -29,8 +29,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
+from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, failure_of
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.inner import TableReader, TableWindow
 
@@ -130,11 +129,8 @@ def write_dcp(
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             save(nested(dense, keys, states=states), storage_writer=writer, planner=planner, no_dist=True)
     except CheckpointException as error:  # a BaseException, which no handler of errors would see
-        causes = [cause for cause, _ in error.failures.values()]
-        for cause in causes:
-            if isinstance(cause, (StreamCkptError, OSError)):
-                raise cause from None
-        raise RuntimeError("; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)) from error
+        said, causes = failure_of(error), [cause for cause, _ in error.failures.values()]
+        raise next((cause for cause in causes if isinstance(cause, OSError)), RuntimeError(said)) from None
     return sorted(path.name for path in folder.iterdir())
 
 

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_stream_ckpt.errors import ColumnResplitError
 from torchrec_stream_ckpt.extras.interchange.dcp import Keys, Path_, nested
-from torchrec_stream_ckpt.extras.interchange.dcp_dense import DenseFiles
+from torchrec_stream_ckpt.extras.interchange.dcp_dense import ComparedReader
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName, nearest
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TableShard, TableSpec
@@ -94,7 +94,7 @@ def no_exact_state(table: str, here: str, there: str) -> ColumnResplitError:
 
 
 def entries_of(
-    marker: str, schema: Schema, shards: Iterable[TableShard], dense: DenseFiles, keys: Keys
+    marker: str, schema: Schema, shards: Iterable[TableShard], dense: ComparedReader, keys: Keys
 ) -> MarkerEntries:
     """Name all entries of a marker.
 
@@ -102,14 +102,15 @@ def entries_of(
         marker: Its name, for errors.
         schema: Its tables.
         shards: Shards that the ranks of its generation held.
-        dense: Its dense files.
+        dense: Reader of its dense files.
         keys: Keys of the state dicts.
 
     Raises:
         UnsupportedError: the marker has id maps of managed collision.
         CorruptionError, StoreUnavailableError: a dense file is damaged, or cannot be read.
     """
-    outline, entries = dense.outline()
+    saved = dense.read_metadata()
+    outline, entries = dense.outline(saved)
     planner = DefaultSavePlanner()
     planner.set_up_planner(nested(outline, keys, states=True), is_coordinator=True)
     _, metadata = planner.create_global_plan([planner.create_local_plan()])
@@ -120,7 +121,7 @@ def entries_of(
     for key, value in planner.state_dict.items():
         if id(value) in entries:
             in_files[key] = entries[id(value)]
-            found[key] = dense.metadata.state_dict_metadata[in_files[key]]
+            found[key] = saved.state_dict_metadata[in_files[key]]
         else:
             values[key] = value
             if not isinstance(value, torch.Tensor):

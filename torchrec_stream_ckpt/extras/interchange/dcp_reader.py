@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.extras.interchange.dcp import Keys
-from torchrec_stream_ckpt.extras.interchange.dcp_dense import DenseFiles
+from torchrec_stream_ckpt.extras.interchange.dcp_dense import ComparedReader
 from torchrec_stream_ckpt.extras.interchange.dcp_entries import MarkerEntries, entries_of, no_exact_state
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.inner import Damaged, Job, Region, Route, Tiers, Where, fill, find_marker
@@ -200,7 +200,7 @@ class StreamReader(StorageReader):
     def _look_at(self, job: Job | Tiers, marker: MarkerId | str) -> _Look:
         route = find_marker(job, marker, Damaged(), check_dense_sizes)
         check_vouched(job, route.commit)
-        dense = DenseFiles(route.place.nearest(job), route.commit)
+        dense = ComparedReader(route.place.nearest(job), route.commit)
         return _Look(route, entries_of(str(route.marker), route.schema, route.own_shards, dense, self._keys))
 
     def _agreed(self, plan: LoadPlan) -> _Look:
@@ -288,20 +288,17 @@ class StreamReader(StorageReader):
             raise no_exact_state(spec.name, f"columns {said[0]}", f"columns {said[1]}")
 
     def _read_dense(self, job: Job | Tiers, look: _Look, items: Sequence[ReadItem], planner: LoadPlanner) -> None:
-        by_part: dict[MetadataIndex, list[ReadItem]] = {}
+        in_files = []
         for item in items:
-            key = fqn_of(item)
-            if key in look.entries.values:
+            if (key := fqn_of(item)) in look.entries.values:
                 _hand_over(item, look.entries.values[key], planner)
             else:
-                by_part.setdefault(replace(item.storage_index, fqn=look.entries.dense[key]), []).append(item)
-        if not by_part:
-            return
-        dense = DenseFiles(look.route.place.nearest(job), look.route.commit)
-        for part in dense.sorted(list(by_part)):
-            value = dense.read(part)
-            for item in by_part[part]:
-                _hand_over(item, value, planner)
+                index = replace(item.storage_index, fqn=look.entries.dense[key])
+                in_files.append(replace(item, storage_index=index))
+        if in_files:
+            reader = ComparedReader(look.route.place.nearest(job), look.route.commit)
+            reader.read_metadata()
+            reader.read_data(LoadPlan(in_files), planner)
 
 
 def fqn_of(item: ReadItem) -> str:
@@ -330,18 +327,16 @@ def _hand_over(item: ReadItem, value: Any, planner: LoadPlanner) -> None:
         buffer.seek(0)
         planner.load_bytes(item, buffer)
         return
-    part = value
+    part, target = value, planner.resolve_tensor(item).detach()
     for dim, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         part = part.narrow(dim, begin, length)
-    target = planner.resolve_tensor(item).detach()
-    assert target.size() == part.size(), f"{fqn_of(item)}: {tuple(target.size())} for {tuple(part.size())}"
     target.copy_(part)
     planner.commit_tensor(item, target)
 
 
 def check_dense_sizes(job: Job, commit: Commit) -> None:
     """Check that a marker's dense files exist. The requested ones are compared when they are read."""
-    DenseFiles(job, commit).check_sizes()
+    ComparedReader(job, commit).compared.check_sizes()
 
 
 def check_vouched(job: Job | Tiers, commit: Commit) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
+from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError, UnsupportedError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.entry_digests import NESTED, DenseProof
 from torchrec_stream_ckpt.format.proof import Proof
@@ -145,8 +145,16 @@ def load_here(state: dict[str, Any], reader: FileSystemReader, planner: LoadPlan
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             load(state, storage_reader=reader, planner=planner, no_dist=True)
     except CheckpointException as error:  # a BaseException, which no handler of errors would see
-        said = "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+        said = failure_of(error)
         raise CorruptionError(f"the checkpoint cannot be read: {said}", path=reader.checkpoint_id) from None
+
+
+def failure_of(error: CheckpointException) -> str:
+    """Describe a failure inside of DCP. Raises one of ours as it is."""
+    causes = [cause for cause, _ in error.failures.values()]
+    if ours := next((cause for cause in causes if isinstance(cause, StreamCkptError)), None):
+        raise ours from None
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause in causes)
 
 
 def digest_entries(folder: Path) -> dict[str, str]:
