@@ -17,8 +17,9 @@ TOPIC_SETTINGS = {
     "cleanup.policy": ("delete", _KEEP),
     "message.timestamp.type": ("LogAppendTime", _STAMP),
 }
-"""Settings of both topics, which keep their records until we trim them, and stamp them. Name -> (value, effect of another
-one)."""
+"""Settings of both topics: they keep their records until we trim them, and stamp them themselves.
+
+Name -> (value, effect of another one)."""
 NEW_TOPIC_SETTINGS = {name: value for name, (value, _) in TOPIC_SETTINGS.items()}
 LEAST_MESSAGE_BYTES = MAX_FRAME_BYTES + 1000
 CONTROL_TIMEOUT_S = 15.0
