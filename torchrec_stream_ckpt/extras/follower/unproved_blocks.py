@@ -26,18 +26,14 @@ class _Doubt:
     """A block that differs from a marker's proof. It stays known after it is settled."""
 
     named: UnprovedBlock
-    dim: int
-    missing: npt.NDArray[np.bool_] | None = None
-    """Cells that have not been sent again, shape (rows, dim); None if the block is settled."""
+    missing: npt.NDArray[np.bool_]
+    """Cells that have not been sent again, shape (rows, dim). None are left if the block is settled."""
     by: MarkerId | None = None
     """The newest marker whose rows or proof have settled a part of the block; None if no marker has."""
 
-    def reopen(self) -> None:
-        self.missing, self.by = np.ones((self.named.end - self.named.begin, self.dim), np.bool_), None
-
-
-_Blocks = dict[int, dict[int, _Doubt]]
-"""Id of a table -> number of a block."""
+    @property
+    def is_open(self) -> bool:
+        return bool(self.missing.any())
 
 
 class Doubts:
@@ -50,13 +46,13 @@ class Doubts:
     """
 
     def __init__(self) -> None:
-        self._open: _Blocks = {}
-        self._settled: _Blocks = {}
+        self._known: dict[tuple[int, int], _Doubt] = {}
+        """By id of the table and number of the block."""
         self._names: dict[int, str] = {}
         """Names, by id, of the tables that the replica holds. Blocks of other tables stay known but do not count."""
 
     def __len__(self) -> int:
-        return sum(len(self._open.get(table, ())) for table in self._names)
+        return sum(doubt.is_open for (table, _), doubt in self._known.items() if table in self._names)
 
     def keep(self, tables: Iterable[TableSpec]) -> None:
         """Set the tables that the replica holds from now on. Call it before the other methods."""
@@ -66,30 +62,27 @@ class Doubts:
         """Add blocks of a table that differ."""
         assert table.id is not None  # tables without an id are not proved
         for each in found:
-            block = each.begin // BLOCK_ROWS
-            self._settled.get(table.id, {}).pop(block, None)
-            doubt = self._open.setdefault(table.id, {})[block] = _Doubt(each, table.dim)
-            doubt.reopen()
+            missing = np.ones((each.end - each.begin, table.dim), np.bool_)
+            self._known[table.id, each.begin // BLOCK_ROWS] = _Doubt(each, missing)
 
     def has(self, table: TableSpec, found: Iterable[UnprovedBlock]) -> bool:
         """Return whether all of these blocks of a table are already in doubt."""
-        known = self._open.get(table.id, {}) if table.id is not None else {}
+        known = self._open(table.id)
         return all(each.begin // BLOCK_ROWS in known for each in found)
+
+    def _open(self, table: int | None) -> dict[int, _Doubt]:
+        """Return the blocks of a table that are in doubt, by number."""
+        return {block: doubt for (id_, block), doubt in self._known.items() if id_ == table and doubt.is_open}
 
     def sent(self, changed: Changed, marker: MarkerId) -> None:
         """Note rows of ``marker`` that are newer than the proof. If all rows of a block are new, the block is as it was
         sent."""
-        table = changed.table.id
-        if table is None or not (known := self._open.get(table)):
-            return
-        for block in known.keys() & set(np.unique(changed.ids // BLOCK_ROWS).tolist()):
-            missing = known[block].missing
-            assert missing is not None
-            rows = changed.ids[changed.ids // BLOCK_ROWS == block] - block * BLOCK_ROWS
-            missing[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
+        known = self._open(changed.table.id)
+        blocks = changed.ids // BLOCK_ROWS if known else changed.ids[:0]
+        for block in known.keys() & set(np.unique(blocks).tolist()):
+            rows = changed.ids[blocks == block] - block * BLOCK_ROWS
+            known[block].missing[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
             known[block].by = marker
-            if not missing.any():
-                self._settle(table, block, marker)
 
     def proved(self, proof: WeightProof, *, is_load: bool) -> None:
         """Settle all blocks that a marker proves. Call :meth:`add` after it for those that differ.
@@ -101,12 +94,13 @@ class Doubts:
         """
         for table, name in self._names.items():
             blocks, _ = proof.tables.get(name, (np.empty(0, np.int64), None))
-            for block in set(self._open.get(table, ())) & set(blocks.tolist()):
-                by = self._open[table][block].named.proved
-                if is_load and by == proof.marker:
-                    del self._open[table][block]
-                elif by < proof.marker:
-                    self._settle(table, block, proof.marker)
+            for block, doubt in self._open(table).items():
+                by = doubt.named.proved
+                if block not in blocks or by > proof.marker or (by == proof.marker and not is_load):
+                    continue
+                doubt.missing[:], doubt.by = False, proof.marker
+                if by == proof.marker:
+                    del self._known[table, block]
 
     def loaded(self, includes: Callable[[MarkerId], bool]) -> None:
         """Note that all rows were loaded again: newer rows or a proof settle a block only on their own branch.
@@ -114,31 +108,20 @@ class Doubts:
         Args:
             includes: Returns whether the loaded rows include those of another marker.
         """
-        for table, blocks in self._settled.items():
-            for block, doubt in list(blocks.items()):
-                if doubt.by is not None and not includes(doubt.by):
-                    self._open.setdefault(table, {})[block] = blocks.pop(block)
-                    doubt.reopen()
-        for doubt in (each for blocks in self._open.values() for each in blocks.values()):
+        for doubt in self._known.values():
             if doubt.by is not None and not includes(doubt.by):
-                doubt.reopen()
-
-    def _settle(self, table: int, block: int, by: MarkerId) -> None:
-        doubt = self._settled.setdefault(table, {})[block] = self._open[table].pop(block)
-        doubt.missing, doubt.by = None, by
+                doubt.missing[:], doubt.by = True, None
 
     @property
     def unproved(self) -> Unproved | None:
         """All doubted blocks; None if no block is in doubt."""
-        names = {table: name for table, name in self._names.items() if self._open.get(table)}
-        if not names:
-            return None
         blocks = [
             replace(doubt.named, table=name)
-            for table, name in sorted(names.items(), key=lambda each: each[1])
-            for _, doubt in sorted(self._open[table].items())
+            for table, name in sorted(self._names.items(), key=lambda each: each[1])
+            for _, doubt in sorted(self._open(table).items())
         ]
-        return Unproved(len(blocks), tuple(blocks), tuple(sorted(names.values())))
+        tables = tuple(dict.fromkeys(each.table for each in blocks))
+        return Unproved(len(blocks), tuple(blocks), tables) if blocks else None
 
 
 IN_TABLES = (
