@@ -58,9 +58,10 @@ demo-evolve: $(STAMP) ## Train, change the model, go on, prove what was kept bit
 demo-serve: $(STAMP) ## Train, serve quantized in another process, kill the trainer, prove every answer (DEMO_ARGS=...)
 	@$(PY) recipes/online_serve.py $(DEMO_ARGS)
 
-# One thread a process: ranks that share few cores otherwise wait for each other's spinning threads.
+# One thread a process: ranks that share few cores otherwise wait for each other's spinning threads. Workers keep the
+# asserts that they rewrite: the server of ranks and the processes that tests start read them, instead of parsing again.
 test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=3 PYTEST_ARGS="tests/unit -x")
-	@OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) --durations 40 $(PYTEST_ARGS)
+	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) --durations 40 $(PYTEST_ARGS)
 
 # Nothing waits there but for a core: a third worker would import torch once more, and help nobody.
 test-unit: WORKERS = 2

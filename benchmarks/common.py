@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import platform
 import random
+import runpy
 import shlex
 import shutil
 import statistics
@@ -415,6 +416,22 @@ def fresh_processes() -> Any:
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(_IMPORTED)
     return context
+
+
+def run_script(script: Path, *arguments: str) -> int:
+    """The exit status of another script in a process of its own, forked where :func:`fresh_processes` are."""
+    if os.environ.get("BENCH_START") != "forkserver":
+        return subprocess.run([sys.executable, str(script), *arguments], check=False).returncode
+    process = fresh_processes().Process(target=_be, args=(script, arguments))
+    process.start()
+    process.join()
+    return int(process.exitcode)
+
+
+def _be(script: Path, arguments: Sequence[str]) -> None:
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_fra
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Log
-from torchrec_stream_ckpt.log.api import Ack
+from torchrec_stream_ckpt.log.api import Ack, DataWriter
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 JOB = uuid.UUID(int=7).bytes
@@ -177,17 +177,19 @@ def write(
     partition: int = 0,
     at: int = 0,
     timeout_s: float = 120.0,
+    through: DataWriter | None = None,
 ) -> list[Ack]:
-    """Append frames and return where they are, once they are durable."""
+    """Append frames and return where they are, once they are durable; ``through`` a writer that stays open."""
     sent, acks = list(frames), []
     deadline = time.monotonic() + timeout_s
-    writer = log.open_writer(generation, partition, at)
+    writer = through or log.open_writer(generation, partition, at)
     for frame in sent:
         writer.send(memoryview(frame))
     while True:
         acks += writer.poll(min(timeout_s, 0.2))
         if len(acks) == len(sent) or time.monotonic() >= deadline:
             break
-    writer.close()
+    if through is None:
+        writer.close()
     assert len(acks) == len(sent)
     return acks

@@ -12,13 +12,17 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from types import SimpleNamespace
+from typing import IO, Any, TextIO, TypeVar
 
-from tests.parts import arm
+import pytest
+
+from torchrec_stream_ckpt.maintain.engine import processes
 from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util import failpoints
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -84,6 +88,38 @@ def run_script(script: Path, *arguments: str, timeout_s: float = 400.0) -> subpr
         return subprocess.CompletedProcess(arguments, code, *(path.read_text() for path in said))
 
 
+class Popen:
+    """``subprocess.Popen`` of a script of the project, without the seconds that importing torch takes."""
+
+    def __init__(self, command: Sequence[str], *, env: Mapping[str, str], stdout: IO[bytes], stderr: int) -> None:
+        assert (command[0], stderr) == (sys.executable, subprocess.STDOUT)
+        given = (dict(env), Path(stdout.name), Path(command[1]), tuple(command[2:]))
+        self._process = context.Process(target=_be_script, args=given)
+        self._process.start()
+        self.kill = self._process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def wait(self, timeout: float | None = None) -> int:
+        self._process.join(timeout)
+        code = self._process.exitcode
+        if code is None:
+            raise subprocess.TimeoutExpired("a script", timeout or 0)
+        return code
+
+
+def fork_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers of an engine of this process are forked instead of spawned; their environment is that of here."""
+
+    def process(target: Callable[..., None], args: tuple[Any, ...], **more: Any) -> Any:
+        return context.Process(target=_be_worker, args=(dict(os.environ), target, args), **more)
+
+    forked = SimpleNamespace(Pipe=context.Pipe, Process=process)
+    seen = SimpleNamespace(get_context=lambda _: forked, parent_process=multiprocessing.parent_process)
+    monkeypatch.setattr(processes, "multiprocessing", seen)
+
+
 class Torchrun:
     """The ranks of a script as ``torchrun --standalone`` would start them, without the seconds of importing torch."""
 
@@ -134,8 +170,23 @@ def _answer(pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...
 
 
 def _run_armed(fuse: str, report: Path | None, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    arm(fuse, report)
+    failpoints.arm(fuse, report)
     function(*args)
+
+
+def _be_script(env: dict[str, str], output: Path, script: Path, arguments: tuple[str, ...]) -> None:
+    os.environ.clear()
+    os.environ |= env
+    for stream in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    run_as_main(script, arguments)
+
+
+def _be_worker(env: dict[str, str], target: Callable[..., None], args: tuple[Any, ...]) -> None:
+    os.environ.clear()
+    os.environ |= env
+    failpoints.arm_by_environment()
+    target(*args)
 
 
 def _run_script(script: Path, arguments: tuple[str, ...], said: tuple[Path, Path]) -> None:

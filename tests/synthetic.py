@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, 
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.inner import Catalog, Log, Objects, read_stream
+from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
@@ -58,6 +59,7 @@ class Job:
     layouts: bool = True
     """Whether CLAIMs say which shards each rank holds."""
     claims: dict[int, Claim] = field(default_factory=dict)
+    _writers: dict[tuple[int, int], DataWriter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.log = self.log or FileLog(self.root)
@@ -170,11 +172,18 @@ class Job:
             if frames:
                 frames = frames + frames if twice else frames
                 place = {"generation": self.generation, "partition": rank, "at": self._ends[rank]}
-                acks = builders.write(self.log, frames, timeout_s=180.0, **place)
+                acks = builders.write(self.log, frames, timeout_s=180.0, through=self._writer(rank), **place)
                 if not self._written[rank]:
                     self._begins[rank] = acks[0].offset
                 self._ends[rank] = acks[-1].end
             self._written[rank] = len(stream.frames)
+
+    def _writer(self, rank: int) -> DataWriter | None:
+        """Of Kafka one for all of a generation: its producer first waits for half a second."""
+        stream = (self.generation, rank)
+        if stream not in self._writers and str(self.log.uri).startswith("kafka:"):
+            self._writers[stream] = self.log.open_writer(*stream, self._ends[rank])
+        return self._writers.get(stream)
 
     def give_up(self) -> None:
         """A marker that is never committed: its MARKs stay in the stream."""

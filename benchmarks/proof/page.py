@@ -12,7 +12,6 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[1:1] = [str(ROOT / "benchmarks"), str(ROOT)]
 
 import start  # noqa: E402, F401
-from common import commit  # noqa: E402
+from common import commit, run_script  # noqa: E402
 from draw import main as draw  # noqa: E402
 from page_tables import results  # noqa: E402
 from pages import written  # noqa: E402
@@ -54,14 +53,14 @@ def run(to: Path, variant: str, quick: bool, more: list[str]) -> bool:
         return True
     for old in out.parent.glob(f"*_here{'_' * bool(variant)}{variant}.json"):
         old.unlink()
-    call = [sys.executable, str(ROOT / "benchmarks" / "proof" / script), "--out", str(out), *more]
-    call += [*OPTIONS.get(variant, ()), *(["--quick", *QUICK.get(variant, ())] if quick else ())]
+    call = ["--out", str(out), *more, *OPTIONS.get(variant, ())]
+    call += ["--quick", *QUICK.get(variant, ())] if quick else []
     if script in RESUMED:
         call += ["--folder", str(to / f"{script.removesuffix('.py')}-{commit()}")]
     if variant == "ettr":
         call += ["--costs", str(filed(to, "costs"))]
     print(f"== {script}", flush=True)
-    return subprocess.run(call, check=False).returncode == 0 and out.exists()
+    return run_script((ROOT / "benchmarks" / "proof" / script).resolve(), *call) == 0 and out.exists()
 
 
 def main() -> None:

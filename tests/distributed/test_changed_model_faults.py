@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests import collided as collision
-from tests import ranks, stores, tiered, zoo
+from tests import ranks, stores, tiered, warm, zoo
 from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config, one
 from tests.model import differences
@@ -59,7 +59,7 @@ EVENTS = ("train", MARK, "train", MARK)
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Marks]]:
     directory = tmp_path_factory.mktemp("trained") / "log"
-    return directory, ranks.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
+    return directory, warm.run(2, zoo.start, OLD, TWO, config(directory), EVENTS)
 
 
 def tree(directory: Path) -> dict[str, str]:
@@ -120,10 +120,10 @@ def test_what_breaks_off_is_made_again_with_the_same_changes(
     assert report.read_text().split() == [point]
     if point in BEFORE_CLAIM:
         assert tree(directory) == before, "nothing is written before all is loaded"
-    said = ranks.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
+    said = warm.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
     check(trained[1], said, "1:2")
     newest = max(said[0][2])
-    (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
+    (state, _), *_ = warm.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
     assert differences(said[0][2][newest], state) == []
 
 
@@ -139,7 +139,7 @@ def test_a_refused_change_leaves_the_log_as_it_was(trained: tuple[Path, list[Mar
         (replace(CHANGES, dense=DenseChanges()), "only this model has it"),
     ):
         with pytest.raises(RankFailed, match=said):
-            ranks.run(2, restored_with, wrong, config(directory))
+            warm.run(2, restored_with, wrong, config(directory))
         assert tree(directory) == before
 
 
@@ -156,7 +156,7 @@ def test_head_serves_a_changed_model(trained: tuple[Path, list[Marks]], tmp_path
     stores.fold(directory, head=head)
     stores.lose_rows(directory)
     stores.lose_segments(directory)
-    said = ranks.run(3, restored, NEW, THREE, config(directory, head=str(head)), None, CHANGES, ())
+    said = warm.run(3, restored, NEW, THREE, config(directory, head=str(head)), None, CHANGES, ())
     assert {each[4].source for each in said} == {"head 1:2"}
     check(trained[1], said, "1:2")
 
@@ -166,7 +166,7 @@ def test_the_store_alone_serves_a_changed_model(trained: tuple[Path, list[Marks]
     stores.fold(directory)
     stores.lose_rows(directory)
     for marker in ("1:1", "1:2"):
-        said = ranks.run(3, restored, NEW, THREE, config(directory), marker, CHANGES, ())
+        said = warm.run(3, restored, NEW, THREE, config(directory), marker, CHANGES, ())
         assert {each[4].source for each in said} == {f"store {marker}"}
         check(trained[1], said, marker)
 
@@ -174,18 +174,18 @@ def test_the_store_alone_serves_a_changed_model(trained: tuple[Path, list[Marks]
 def test_both_tiers_serve_markers_on_either_side_of_a_change(tmp_path: Path) -> None:
     inner, outer = tmp_path / "inner", tmp_path / "outer"
     settings = tiered.config(inner, outer, marker_every=None)
-    begun = ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
-    said = ranks.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
+    begun = warm.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    said = warm.run(3, restored, NEW, THREE, settings, None, CHANGES, EVENTS)
     check(begun, said, "1:2")
     newest = max(said[0][2])
     for lost in (False, True):
         if lost:
             shutil.rmtree(inner)
-        (state, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
+        (state, _), *_ = warm.run(1, zoo.resume, NEW, ALONE, settings, newest, ())
         assert differences(said[0][2][newest], state) == []
-    (state, _), *_ = ranks.run(2, zoo.resume, OLD, TWO, settings, "1:1", ())
+    (state, _), *_ = warm.run(2, zoo.resume, OLD, TWO, settings, "1:1", ())
     assert differences(begun[0]["1:1"], state) == []
-    check(begun, ranks.run(2, restored, NEW, TWO, settings, "1:1", CHANGES, ()), "1:1")
+    check(begun, warm.run(2, restored, NEW, TWO, settings, "1:1", CHANGES, ()), "1:1")
 
 
 # What is the same, and what cannot be.
@@ -204,7 +204,7 @@ def once(model: Model, plan: Plan, settings: StreamConfig, changes: Changes | No
 def test_no_change_is_a_plain_restore(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
     logs = [shutil.copytree(trained[0], tmp_path / name) for name in ("plain", "changes")]
     states = [
-        ranks.run(2, once, OLD, TWO, config(log), changes)[0]
+        warm.run(2, once, OLD, TWO, config(log), changes)[0]
         for log, changes in zip(logs, (None, Changes()), strict=True)
     ]
     assert differences(states[0][0], states[1][0]) == []
@@ -217,10 +217,10 @@ def test_no_change_is_a_plain_restore(trained: tuple[Path, list[Marks]], tmp_pat
 
 def test_changes_that_were_made_last_are_not_made_twice(trained: tuple[Path, list[Marks]], tmp_path: Path) -> None:
     settings = config(shutil.copytree(trained[0], tmp_path / "log"))
-    _, report = ranks.run(2, once, NEW, TWO, settings, CHANGES)[0]
+    _, report = warm.run(2, once, NEW, TWO, settings, CHANGES)[0]
     assert report.digest == CHANGES.digest
     assert any("part0.n" in line for line in report.lines())
-    state, again = ranks.run(2, once, NEW, TWO, settings, CHANGES)[0]
+    state, again = warm.run(2, once, NEW, TWO, settings, CHANGES)[0]
     assert again is None
     claims = Control(FileLog(tmp_path / "log")).refresh().claims
     assert claims[2].changes is not None
@@ -233,21 +233,21 @@ def test_columns_of_halves_cannot_change(tmp_path: Path) -> None:
     tables = OLD.parts[0].tables
     wide = (replace(tables[0], dim=16), *tables[1:])
     where = config(tmp_path)
-    ranks.run(2, zoo.start, one("ebc", *tables, optimizer="emainplace_rowwise_adagrad"), TWO, where, EVENTS)
+    warm.run(2, zoo.start, one("ebc", *tables, optimizer="emainplace_rowwise_adagrad"), TWO, where, EVENTS)
     changes = Changes(columns={"part0.t0": 16}, dense=DenseChanges(reshaped=("heads.0_a.weight",)))
     model = one("ebc", *wide, optimizer="emainplace_rowwise_adagrad")
     with pytest.raises(RankFailed, match="keeps weights in the left half"):
-        ranks.run(2, once, model, TWO, where, changes)
+        warm.run(2, once, model, TWO, where, changes)
 
 
 def test_another_column_split_of_a_changed_table_is_refused_as_in_a_plain_restore(tmp_path: Path) -> None:
     where, table = config(tmp_path), Table("t", 30, 32, ("a",))
     split, whole = (Plan(2, 1, (place,)) for place in (Place("cw", (0, 1)), Place("tw", (0,))))
-    ranks.run(2, zoo.start, one("ebc", table), split, where, EVENTS)
+    warm.run(2, zoo.start, one("ebc", table), split, where, EVENTS)
     changes = Changes(rows={"part0.t": 41})  # type: ignore[dict-item]
     with pytest.raises(RankFailed, match="row-wise optimizer state has no exact value"):
-        ranks.run(2, once, one("ebc", replace(table, rows=41)), whole, where, changes)
-    state, _ = ranks.run(2, once, one("ebc", replace(table, rows=41)), split, where, changes)[0]
+        warm.run(2, once, one("ebc", replace(table, rows=41)), whole, where, changes)
+    state, _ = warm.run(2, once, one("ebc", replace(table, rows=41)), split, where, changes)[0]
     assert state["model.part0.embedding_bags.t.weight"].shape == (41, 32)
 
 
@@ -265,7 +265,7 @@ def grown_collision(uri: str) -> str:
 
 def test_rows_of_managed_collision_cannot_change(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    ranks.run(2, collision.train, uri, [3], 3, {})
+    warm.run(2, collision.train, uri, [3], 3, {})
     for said in ranks.run(2, grown_collision, uri):
         assert "the rows of a table with managed collision cannot change because its id map" in said
         assert "table=mc._embedding_module.one" in said
@@ -290,7 +290,7 @@ RENAMED_COLLISION = Changes(renamed={"mc._embedding_module.one": "mc._embedding_
 
 def test_a_table_of_managed_collision_is_renamed_also_where_a_rank_has_no_part_of_it(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    trained = ranks.run(2, collision.train, uri, [3], 3, {})
+    trained = warm.run(2, collision.train, uri, [3], 3, {})
     for before, (state, maps) in zip(trained, ranks.run(2, renamed_collision, uri), strict=True):
         there, maps_there = ({name.replace("one", "uno"): value for name, value in each.items()} for each in before[3])
         assert differences(there, state) == []
@@ -340,7 +340,7 @@ def test_dense_entries_are_renamed_by_pattern_and_begin_anew_and_objects_come_an
     old = one("ebc", Table("t", 30, 8, ("f1", "f2", "f3")))
     new = one("ebc", Table("t", 30, 8, ("f1", "g2", "g3")))
     plan = Plan(2, 1, (Place("rw"),))
-    saved = ranks.run(2, begin_with, old, plan, where)[0]
+    saved = warm.run(2, begin_with, old, plan, where)[0]
     changes = Changes(
         dense=DenseChanges(
             renamed={r"heads\.0_f([23])\.(.+)": r"heads.0_g\1.\2"}, optimizer={"heads.0_f1.weight": "fresh"}
@@ -348,7 +348,7 @@ def test_dense_entries_are_renamed_by_pattern_and_begin_anew_and_objects_come_an
         stateful_added=("new",),
         stateful_dropped=("gone",),
     )
-    before, after, kept, fresh = ranks.run(2, go_on_with, new, plan, where, changes)[0]
+    before, after, kept, fresh = warm.run(2, go_on_with, new, plan, where, changes)[0]
     assert (kept, fresh) == (5.0, 9.0)
     for name, value in after.items():
         there = name.replace("0_g", "0_f")

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 from torchrec.optim.keyed import CombinedOptimizer
 
-from tests import ranks, stores, zoo, zoo_models
+from tests import ranks, stores, warm, zoo, zoo_models
 from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, THREE, TWO, check
 from tests.evolving import State, restored
 from tests.inside import inside
@@ -83,10 +83,10 @@ def test_a_job_goes_on_after_a_loss(
     """A plain restart after the change opens generation 3, and knows of the change by the log alone."""
     root = tmp_path / "log"
     settings = config(root, sweep_bytes=2**12)
-    begun = ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    begun = warm.run(2, zoo.start, OLD, TWO, settings, EVENTS)
     declared: Changes | None = CHANGES
     if runs == 2:
-        ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
+        warm.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
         declared = None
     said = ranks.run(2, train_through_a_loss, settings, declared, before, root, lost)
     generation, marks = said[0]
@@ -98,11 +98,11 @@ def test_a_job_goes_on_after_a_loss(
     for marker in marks:
         assert differences(marks[marker], resumed(settings, marker)) == []
     if parent is not None:
-        (state, _), *_ = ranks.run(2, zoo.resume, OLD, TWO, settings, "1:2", ())
+        (state, _), *_ = warm.run(2, zoo.resume, OLD, TWO, settings, "1:2", ())
         assert differences(begun[0]["1:2"], state) == []
-        check(begun, ranks.run(3, restored, NEW, THREE, settings, "1:2", CHANGES, ()), "1:2")
+        check(begun, warm.run(3, restored, NEW, THREE, settings, "1:2", CHANGES, ()), "1:2")
     newest = max(marks, key=MarkerId.parse)
-    (_, state, _, _, found), *_ = ranks.run(1, restored, NEW, ALONE, settings, newest, CHANGES, ())
+    (_, state, _, _, found), *_ = warm.run(1, restored, NEW, ALONE, settings, newest, CHANGES, ())
     assert found.evolved is None, "the command line of the job keeps its changes"
     assert differences(marks[newest], state) == []
     if runs == 1 and MARK not in before:  # a fold refuses to pass over lost markers
@@ -112,7 +112,7 @@ def test_a_job_goes_on_after_a_loss(
 
 
 def resumed(settings: StreamConfig, marker: str) -> State:
-    found: list[Any] = ranks.run(1, zoo.resume, NEW, ALONE, settings, marker, ())
+    found: list[Any] = warm.run(1, zoo.resume, NEW, ALONE, settings, marker, ())
     return found[0][0]
 
 
@@ -136,7 +136,7 @@ def reshard(settings: StreamConfig, root: Path) -> tuple[Marks, Marks]:
 
 def test_a_reshard_after_a_change_keeps_the_indices_of_tables(tmp_path: Path) -> None:
     settings = config(tmp_path / "log")
-    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    warm.run(2, zoo.start, OLD, TWO, settings, EVENTS)
     marks, later = ranks.run(2, reshard, settings, tmp_path / "log")[0]
     claims = Control(FileLog(tmp_path / "log")).refresh().claims
     newest = claims[3]
@@ -153,8 +153,8 @@ def test_a_damaged_marker_of_the_new_model_does_not_lead_to_one_of_before_the_ch
     """Its rows stand where the older marker would leave those of the new model."""
     root = tmp_path / "log"
     settings = config(root)
-    begun = ranks.run(1, zoo.start, OLD, ALONE, settings, EVENTS)
-    ranks.run(1, restored, NEW, ALONE, settings, None, CHANGES, ("train", MARK))
+    begun = warm.run(1, zoo.start, OLD, ALONE, settings, EVENTS)
+    warm.run(1, restored, NEW, ALONE, settings, None, CHANGES, ("train", MARK))
     (segment,) = (root / "data").rglob("g00000002-*.seg")
     data = bytearray(segment.read_bytes())
     data[len(data) // 2] ^= 1
@@ -162,10 +162,10 @@ def test_a_damaged_marker_of_the_new_model_does_not_lead_to_one_of_before_the_ch
     with pytest.raises(
         RankFailed, match="its rows were already loaded where marker 1:2 keeps the new model's rows"
     ) as refused:
-        ranks.run(1, restored, NEW, ALONE, settings, None, CHANGES, ())
+        warm.run(1, restored, NEW, ALONE, settings, None, CHANGES, ())
     assert "marker 2:3 is damaged" in str(refused.value)
     assert "name the older marker with the same changes: '1:2'" in str(refused.value)
-    check(begun, ranks.run(1, restored, NEW, ALONE, settings, "1:2", CHANGES, ()), "1:2")
+    check(begun, warm.run(1, restored, NEW, ALONE, settings, "1:2", CHANGES, ()), "1:2")
 
 
 LATER = Changes(dense=DenseChanges(optimizer={"heads.0_b.weight": "fresh"}))
@@ -174,14 +174,14 @@ LATER = Changes(dense=DenseChanges(optimizer={"heads.0_b.weight": "fresh"}))
 def test_a_generation_after_a_loss_tells_all_changes_since_the_marker_that_is_held(tmp_path: Path) -> None:
     root = tmp_path / "log"
     settings = config(root, sweep_bytes=2**12)
-    ranks.run(2, zoo.start, OLD, TWO, settings, EVENTS)
-    ranks.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
+    warm.run(2, zoo.start, OLD, TWO, settings, EVENTS)
+    warm.run(2, restored, NEW, TWO, settings, None, CHANGES, EVENTS)
     said = ranks.run(2, train_through_a_loss, settings, LATER, ("train",), root, (2, 3))
     generation, marks = said[0]
     lineage = Control(FileLog(root)).refresh()
     newest = max(marks, key=MarkerId.parse)
     assert (generation, lineage.claims[generation].parent) == (4, MarkerId(1, 2))
     assert [each.digest for each in lineage.changes_made(MarkerId.parse(newest))] == [LATER.digest, CHANGES.digest]
-    (_, state, _, _, found), *_ = ranks.run(1, restored, NEW, ALONE, settings, newest, LATER, ())
+    (_, state, _, _, found), *_ = warm.run(1, restored, NEW, ALONE, settings, newest, LATER, ())
     assert found.evolved is None, "the command line of the job keeps its changes"
     assert differences(marks[newest], state) == []

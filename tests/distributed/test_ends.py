@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, Spec, Trainer, trainer
 from tests.parts import FileLog, arm, fence_of
@@ -181,7 +181,7 @@ def test_a_kill_around_the_last_word_leaves_the_marker_and_a_job_that_goes_on(
     before = lineage_of(tmp_path / "log")
     assert (before.newest is not None and before.newest.step, before.ended is not None) == (STEPS, ended)
     settings = StreamConfig(uri=f"file://{tmp_path / 'log'}")
-    assert ranks.run(1, jobs.restore_once, PLAN_1, settings, None, {})[0][1] == STEPS
+    assert warm.run(1, jobs.restore_once, PLAN_1, settings, None, {})[0][1] == STEPS
     after = lineage_of(tmp_path / "log")
     assert after.newest_generation == 2  # the restored one: what was said of the first does not count any more
     assert after.ended is not None

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 import re
+import subprocess
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from tests import ranks, zoo
+from tests import ranks, warm, zoo
 from tests.followers import wait_for
+from tests.forks import Popen
 from tests.served import bits, quantize_parts
 from tests.unit.recipe_helper import load_recipe
 from tests.zoo_models import Model, Net, Part, Place, Plan, Table
@@ -163,7 +166,7 @@ def test_each_answer_is_of_one_marker_while_readers_hammer_it(tmp_path: Path) ->
 
 def test_a_part_of_the_model_and_another_model(tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path / 'log'}", marker_every=None)
-    marks = ranks.run(2, zoo.start, MODEL, BY_COLUMNS, settings, ("train", "mark"))[0]
+    marks = warm.run(2, zoo.start, MODEL, BY_COLUMNS, settings, ("train", "mark"))[0]
     whole = served("int4", marks["1:1"])
     part = copy.deepcopy(served("int4").get_submodule("part1"))
     with FollowedModel(part, follow(settings.uri, tables=["part1.*"]), prefix="part1") as model:
@@ -187,9 +190,10 @@ def test_a_part_of_the_model_and_another_model(tmp_path: Path) -> None:
 
 
 def test_the_recipe_proves_its_answers_over_a_kill_on_other_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe("online_serve")
+    monkeypatch.setattr(recipe, "subprocess", SimpleNamespace(Popen=Popen, STDOUT=subprocess.STDOUT))
     flags = ["--dir", str(tmp_path / "run"), "--width", "int4", "--markers", "2", "--bound_s", "300"]
     assert recipe.main(flags) == 0
     said = capsys.readouterr().out

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.jobs import Truths, attach, settle
 from tests.model import PLAN_2, Spec, differences, trainer, truth
 from tests.parts import FileLog
@@ -55,5 +55,5 @@ def test_the_cadence_goes_on_in_another_generation_with_every_row(tmp_path: Path
     assert lineage.claims[2].parent == MarkerId(1, 2)
     assert lineage.claims[2].swept == tuple(range(len(lineage.claims[2].schema.tables)))
     for marker in (lineage.newest.id, MarkerId(1, 2)):
-        state, step, _ = ranks.run(2, jobs.restore_once, PLAN_2, settings, str(marker), {})[0]
+        state, step, _ = warm.run(2, jobs.restore_once, PLAN_2, settings, str(marker), {})[0]
         assert differences(truths[step], state) == []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 
-from tests import jobs, ranks, stores
+from tests import jobs, ranks, stores, warm
 from tests.model import OPTIMIZERS, PLAN_2, Net, Spec, differences
 from torchrec_stream_ckpt import StreamConfig, planner_constraints
 from torchrec_stream_ckpt.util.layout import DATA_DIR
@@ -52,7 +52,7 @@ def restore(settings: StreamConfig, constraints: Constraints | None = None) -> t
 
 def test_a_planned_restart_keeps_column_splits_and_is_exact(tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=None)
-    truths = ranks.run(2, jobs.train_with, PLAN_2, settings, 3, {})[0][1]
+    truths = warm.run(2, jobs.train_with, PLAN_2, settings, 3, {})[0][1]
     with pytest.raises(ranks.RankFailed, match="cannot change between data-parallel and sharded"):
         ranks.run(3, restore, settings, MINE)  # the planner left alone
     with pytest.raises(ranks.RankFailed, match=r"ColumnResplitError: .* column split of ebc\.t_wide"):
@@ -66,7 +66,7 @@ def test_a_planned_restart_keeps_column_splits_and_is_exact(tmp_path: Path) -> N
 
 def test_a_store_that_serves_alone_knows_the_splits_too(tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=None)
-    ranks.run(2, jobs.train_with, PLAN_2, settings, 1, {})
+    warm.run(2, jobs.train_with, PLAN_2, settings, 1, {})
     from_log = planner_constraints(settings, "1:1")
     assert stores.fold(tmp_path)
     shutil.rmtree(tmp_path / DATA_DIR)

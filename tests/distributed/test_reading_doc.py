@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
 
@@ -46,7 +46,7 @@ def imported() -> dict[str, Any]:
 
 def test_all_that_the_page_shows_brings_what_the_marker_holds(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/log"
-    expected = ranks.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=uri, marker_every=3), 6, {})[0][1][6]
+    expected = warm.run(2, jobs.train_with, PLAN_2, StreamConfig(uri=uri, marker_every=3), 6, {})[0][1][6]
     for states, said in ranks.run(3, follow, uri):
         for state in states:
             assert differences({**expected, "step": state["step"]}, state, rng=False) == []

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 
-from tests import jobs, ranks
+from tests import jobs, warm
 from tests.model import PLAN_2, Spec, trainer
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.store.folder import FolderObjects
@@ -61,8 +61,8 @@ def restored(spec: Spec, settings: StreamConfig) -> tuple[int, Counter[str]]:
 
 def costs(folder: Path, steps: int) -> list[Counter[str]]:
     settings = StreamConfig(uri=f"file://{folder}", marker_every=1, head=None)
-    ranks.run(2, jobs.train_with, PLAN_2, settings, steps, {})
-    found = ranks.run(2, restored, PLAN_2, settings)
+    warm.run(2, jobs.train_with, PLAN_2, settings, steps, {})
+    found = warm.run(2, restored, PLAN_2, settings)
     assert [step for step, _ in found] == [steps, steps]
     return [counts for _, counts in found]
 

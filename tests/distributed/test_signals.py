@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
 from tests.parts import FileLog
@@ -129,7 +129,7 @@ def _check_ends(folder: Path, seed: int, rounds: int, restored: int) -> None:
             assert commits[marker].step == step
     for number in range(0, rounds, max(1, rounds // restored)):
         marker = found[0][number][0]
-        back = ranks.run(2, jobs.restore_once, PLAN_2, StreamConfig(uri=f"file://{folder}"), marker, {})
+        back = warm.run(2, jobs.restore_once, PLAN_2, StreamConfig(uri=f"file://{folder}"), marker, {})
         for rank in range(2):
             assert differences(found[rank][number][3], back[rank][0]) == [], marker
 
@@ -192,7 +192,7 @@ def _check_marks(folder: Path, seed: int, times: int, restored: int) -> None:
             assert commits[told[1]].step == int(told[2])
     assert len(found[0][3]) == len(commits)  # rank 0 tells of each, whoever was signalled
     for marker in random.Random(seed).sample(sorted(commits), restored):
-        back = ranks.run(2, jobs.restore_once, PLAN_2, StreamConfig(uri=f"file://{folder}"), marker, {})
+        back = warm.run(2, jobs.restore_once, PLAN_2, StreamConfig(uri=f"file://{folder}"), marker, {})
         for rank in range(2):
             assert differences(found[rank][2][marker], back[rank][0]) == [], marker
 

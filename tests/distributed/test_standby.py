@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences, trainer, truth
 from tests.parts import FileLog
@@ -93,7 +93,7 @@ def check(found: list[dict[str, Any]], folder: Path, settings: StreamConfig) -> 
         assert differences(expected, one["state"], rng=rank == existed) == []
         assert one["committed"].step == restored.step + 2
         assert one["committed"].generation == 3  # behind the fence
-    again = ranks.run(1, jobs.restore_once, PLAN_1, settings, str(found[0]["committed"].id), {})
+    again = warm.run(1, jobs.restore_once, PLAN_1, settings, str(found[0]["committed"].id), {})
     assert differences(found[0]["last"], again[0][0]) == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import ranks, zoo
+from tests import ranks, warm, zoo
 from tests.distributed.test_changed_model_faults import ALONE, CHANGES, EVENTS, NEW, OLD, THREE, TWO
 from tests.distributed.test_standby import wait_for
 from tests.evolving import restored
@@ -188,6 +188,6 @@ def test_a_spare_of_the_new_model_takes_over_a_job_that_has_changed(tmp_path: Pa
         assert str(taken.id) == last
         assert differences(expected, state, rng=rank < 2) == []
         (mark,) = marks
-        (there, _), *_ = ranks.run(1, zoo.resume, NEW, ALONE, settings, mark, ())
+        (there, _), *_ = warm.run(1, zoo.resume, NEW, ALONE, settings, mark, ())
         assert differences(marks[mark], there, rng=rank == 0) == []
     assert newest(settings) > 4

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
 
-from tests import jobs, ranks, stores
+from tests import jobs, stores, warm
 from tests.dcp_readers import failure_alone, load_alone, refusal
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences
 from tests.parts import FolderObjects
@@ -37,7 +37,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Truth
     """A job of two ranks with markers 1:1 (step 4) and 1:2 (step 8), and rank 0's truth."""
     directory = tmp_path_factory.mktemp("refusals")
     settings = StreamConfig(uri=f"file://{directory}", marker_every=4)
-    return directory, ranks.run(2, jobs.train_with, PLAN_2, settings, 8, {})[0][1]
+    return directory, warm.run(2, jobs.train_with, PLAN_2, settings, 8, {})[0][1]
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_a_failure_to_find_a_marker_is_not_raised_by_a_later_load(log: Path) -> 
 
 def test_weights_that_share_a_shard_with_their_average_are_refused_in_other_columns(pool: Pool, tmp_path: Path) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}/log", marker_every=3)
-    ranks.run(2, jobs.train_with, PLAN_2, settings, 3, {"optimizer": "ema"})
+    warm.run(2, jobs.train_with, PLAN_2, settings, 3, {"optimizer": "ema"})
     failure = failure_alone({WIDE: torch.zeros(150, 32)}, {"uri": settings.uri})
     assert isinstance(failure, ColumnResplitError)
     state = load_alone({USER: torch.zeros(211, 16)}, {"uri": settings.uri})
@@ -355,7 +355,7 @@ def test_a_place_of_pickles_that_the_log_alone_names_is_not_opened(
     finished: tuple[Path, jobs.Truths], tmp_path: Path
 ) -> None:
     settings = StreamConfig(uri=f"file://{tmp_path}/log", store=f"file://{tmp_path}/store", marker_every=4)
-    truths = ranks.run(2, jobs.train_with, PLAN_2, settings, 4, {})[0][1]
+    truths = warm.run(2, jobs.train_with, PLAN_2, settings, 4, {})[0][1]
     failure = failure_alone(plain(), {"uri": settings.uri})
     assert isinstance(failure, ConfigError)
     assert "no commit key authenticates" in str(failure)

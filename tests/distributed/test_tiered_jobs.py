@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.inside import inside
 from tests.jobs import Truths, attach
 from tests.model import PLAN_1, PLAN_2, PLAN_3, PLAN_3_OTHER, Spec, differences, trainer, truth
@@ -103,7 +103,7 @@ def test_a_killed_job_comes_back_from_the_inner_tier_and_from_the_outer_one_when
     (outer / DATA_DIR).mkdir()
     for partition in range(2):
         (outer / DATA_DIR / f"p{partition:05d}").mkdir()
-    check(ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {}), truths, STEPS, "inner: log")
+    check(warm.run(2, jobs.restore_once, PLAN_2, settings, None, {}), truths, STEPS, "inner: log")
     shutil.rmtree(outer / DATA_DIR)
     shutil.move(away, outer / DATA_DIR)
     # The node's disk is lost: three ranks go on from the outer tier, on another disk.
@@ -112,10 +112,10 @@ def test_a_killed_job_comes_back_from_the_inner_tier_and_from_the_outer_one_when
     assert source == "outer: log"
     assert differences(truths[0][STEPS], after[0][0]) == []
     # On that node again: its own log for what it wrote, the outer one for what went before.
-    check(ranks.run(3, jobs.restore_once, PLAN_3_OTHER, settings, None, {}), after, STEPS + 4, "inner + outer: log")
-    check(ranks.run(2, jobs.restore_once, PLAN_2, settings, "1:3", {}), truths, STEPS, "outer: log")
+    check(warm.run(3, jobs.restore_once, PLAN_3_OTHER, settings, None, {}), after, STEPS + 4, "inner + outer: log")
+    check(warm.run(2, jobs.restore_once, PLAN_2, settings, "1:3", {}), truths, STEPS, "outer: log")
     shutil.rmtree(inner)
-    check(ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {}), after, STEPS + 4, "outer: log")
+    check(warm.run(2, jobs.restore_once, PLAN_2, settings, None, {}), after, STEPS + 4, "outer: log")
 
 
 def flip(folder: Path, generation: int) -> None:
@@ -134,23 +134,23 @@ def test_a_bit_that_flips_on_the_inner_tier_is_found_and_the_outer_one_serves(tm
     key.write_bytes(bytes(range(32)))
     key.chmod(0o600)
     settings = config(inner, outer, marker_every=2, commit_key_file=key)
-    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 4, {})
+    trained = warm.run(2, jobs.train_with, PLAN_2, settings, 4, {})
     truths = [each for _, each in trained]
     assert newest(inner) == newest(outer) == "1:3"  # close() has waited for the relay
     assert all(commit.mac for commit in Control(FileLog(outer), key).refresh().commits.values())
     flip(inner, 1)
-    check(ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {}), truths, 4, "outer: log")
+    check(warm.run(2, jobs.restore_once, PLAN_2, settings, None, {}), truths, 4, "outer: log")
 
 
 def test_a_marker_that_is_damaged_on_both_tiers_leads_to_the_one_before(tmp_path: Path) -> None:
     settings = config(tmp_path / "inner", tmp_path / "outer", marker_every=2)
-    trained = ranks.run(2, jobs.train_with, PLAN_2, settings, 5, {})
+    trained = warm.run(2, jobs.train_with, PLAN_2, settings, 5, {})
     for tier in ("inner", "outer"):
         (segment,) = (tmp_path / tier).glob(f"{DATA_DIR}/p00001/*.seg")
         with segment.open("r+b") as file:  # in the MARK of 1:3
             file.seek(os.path.getsize(segment) - 40)
             file.write(b"!")
-    found = ranks.run(2, jobs.restore_once, PLAN_2, settings, None, {})
+    found = warm.run(2, jobs.restore_once, PLAN_2, settings, None, {})
     check(found, [truths for _, truths in trained], 4, "inner: log")
 
 
@@ -189,9 +189,9 @@ def test_relays_that_are_killed_at_random_leave_an_outer_log_that_is_whole(tmp_p
     truths = [each for each, _ in results]
     assert newest(inner) == newest(outer) == "1:10"
     shutil.rmtree(inner)
-    check(ranks.run(3, jobs.restore_once, PLAN_3, settings, None, {}), truths, 10, "outer: log")
+    check(warm.run(3, jobs.restore_once, PLAN_3, settings, None, {}), truths, 10, "outer: log")
     shutil.rmtree(inner)
-    check(ranks.run(2, jobs.restore_once, PLAN_2, settings, "1:4", {}), truths, 4, "outer: log")
+    check(warm.run(2, jobs.restore_once, PLAN_2, settings, "1:4", {}), truths, 4, "outer: log")
 
 
 def train_until_fenced(spec: Spec, settings: StreamConfig, told: str) -> tuple[Truths, str]:
@@ -222,7 +222,7 @@ def test_a_trainer_whose_job_another_node_took_over_is_told_and_offers_nothing_n
         assert time.monotonic() < deadline
         time.sleep(0.05)
     other = config(tmp_path / "second", tmp_path / "outer", marker_every=None)
-    ((state, step, source),) = ranks.run(1, jobs.restore_once, PLAN_1, other, None, {})
+    ((state, step, source),) = warm.run(1, jobs.restore_once, PLAN_1, other, None, {})
     assert source == "outer: log"
     ((truths, message),) = zombie.join()
     assert "generation 2 has taken over this job" in message
@@ -230,6 +230,6 @@ def test_a_trainer_whose_job_another_node_took_over_is_told_and_offers_nothing_n
     # Whatever its own disk has behind that, the newest one there is the newest that was copied before it was fenced.
     copied = Control(FileLog(tmp_path / "outer")).refresh().newest
     assert copied is not None
-    ((state, again, source),) = ranks.run(1, jobs.restore_once, PLAN_1, settings, None, {})
+    ((state, again, source),) = warm.run(1, jobs.restore_once, PLAN_1, settings, None, {})
     assert (again, source) == (copied.step, "inner: log")
     assert differences(truths[again], state) == []

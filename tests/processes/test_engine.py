@@ -16,7 +16,7 @@ from tests import stores, synthetic
 from tests.children import is_gone, stopped, workers_of
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import serve, wait
-from tests.forks import context
+from tests.forks import context, fork_workers
 from tests.parts import FileLog, Materializer, Policy, check_synced, open_dense
 from tests.synthetic import Job, image_of_store, images_of_all
 from tests.unit.folded_job import events_of, has, lineage_of, made_once
@@ -35,6 +35,7 @@ FAILPOINTS, REPORT = "STREAM_CKPT_FAILPOINTS", "STREAM_CKPT_FAILPOINTS_REPORT"
 
 @pytest.fixture
 def nothing_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_workers(monkeypatch)
     monkeypatch.setattr(api, "SMALL_BYTES", 0)
     monkeypatch.setattr(interval_folder, "BATCH_BYTES", 1)
     monkeypatch.setattr(compactor, "TASK_BYTES", 1)

@@ -21,7 +21,7 @@ from tests.children import is_gone, stopped, workers_of
 from tests.evolved import EvolvingJob
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import wait
-from tests.forks import context
+from tests.forks import context, fork_workers
 from tests.parts import FileLog, Materializer, Policy, Scrubber, open_dense
 from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import FAILPOINTS, REPORT, kill_while_workers_stand
@@ -58,6 +58,7 @@ def make_all_large() -> None:
 
 @pytest.fixture(autouse=True)
 def all_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    fork_workers(monkeypatch)
     monkeypatch.setattr(api, "SMALL_BYTES", 0)
     monkeypatch.setattr(scrubber, "TASK_BYTES", PART_BYTES)
     monkeypatch.setattr(window, "SHARE_BYTES", PART_BYTES)
