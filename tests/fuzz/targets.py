@@ -18,17 +18,16 @@ from crc32c import crc32c
 from tests.builders import Stream, claim, commit, write
 from tests.fuzz.mutate import mutate
 from tests.golden import make, make_store
-from tests.read_manifests import both_ways
 from tests.stores import HeldObjects, History, contents, fold, rows_by_route, rows_of
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
-from torchrec_stream_ckpt.format.control import Hello, Mark, parse_control
+from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Verdict
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Verdict
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.packed_commit import pack_commit
+from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
 from torchrec_stream_ckpt.format.readings import Reading
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, decode_chunk, entries_of, parse_front
@@ -95,15 +94,15 @@ class Frames:
     @staticmethod
     def read(frame: bytes) -> None:
         """As readers do: header, checksum, then what the kind holds."""
-        packed = pack_commit(frame)
-        try:
-            header = parse_header(frame)
-            record = parse_control(frame) if header.kind in _CONTROL else None
-        except StreamCkptError:
-            assert packed is None, "one way reads what the other one refuses"
-            raise
-        if record is not None:
-            assert packed is None or packed.open() == record, "the two ways read different things"
+        header = parse_header(frame)
+        if header.kind in _CONTROL:
+            record, packed = parse_control(frame), read_record(frame)
+            if isinstance(packed, PackedCommit):
+                said = (packed.job, packed.generation, packed.marker, packed.nonce, packed.mac)
+                assert isinstance(record, Commit)
+                assert said == (record.job, record.generation, record.marker, record.nonce, record.mac)
+                packed = packed.open()
+            assert packed == record, "a packed COMMIT is another one"
             return
         payload = payload_of(header, frame)
         if header.kind is Kind.HELLO:
@@ -237,7 +236,7 @@ class StoreObjects:
     def read(data: bytes) -> str:
         """As readers do, by what it says it is; everything that it means."""
         if data.startswith(b"{"):
-            for read in (both_ways, *(kind.from_bytes for kind in (Fold, Dropped, Garbage, Verdict, Reading))):
+            for read in (kind.from_bytes for kind in (Manifest, Fold, Dropped, Garbage, Verdict, Reading)):
                 with contextlib.suppress(CorruptionError):
                     return repr(read(data, "fuzz"))
             raise CorruptionError("none of them")

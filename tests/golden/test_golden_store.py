@@ -12,7 +12,6 @@ from crc32c import crc32c
 
 from tests.golden import make, make_store
 from tests.golden.test_golden import STREAM
-from tests.read_manifests import both_ways
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.interval import Interval
@@ -113,7 +112,7 @@ def test_golden_notes_are_what_hello_and_mark_said() -> None:
 
 
 def test_golden_json_objects_read_as_written() -> None:
-    manifest = both_ways(golden("manifest"), "golden")
+    manifest = Manifest.from_bytes(golden("manifest"), "golden")
     assert (manifest.commit, manifest.previous) == (golden_commit(), None)
     ((ref,),) = manifest.segments
     segment = golden("segment")
@@ -261,7 +260,7 @@ def test_bad_segments_are_refused_with_the_reason(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(BAD_MANIFESTS))
 def test_bad_manifests_are_refused_with_the_reason(name: str) -> None:
     with pytest.raises(CorruptionError) as refused:
-        both_ways(golden(f"bad_manifest_{name}"), "golden")
+        Manifest.from_bytes(golden(f"bad_manifest_{name}"), "golden")
     # From Python 3.12 on, json says the number as well.
     assert refused.value.message.removesuffix(": nan") == BAD_MANIFESTS[name]
     assert refused.value.where["name"] == "golden"

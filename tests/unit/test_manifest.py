@@ -15,12 +15,10 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, claim, commit
 from tests.parts import Dropped, Manifest
-from tests.read_manifests import both_ways
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Mark, TableScalars
 from torchrec_stream_ckpt.format.manifest import Fold, Garbage, Pin, SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.packed_commit import written_manifest
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment
@@ -62,12 +60,11 @@ def folds(draw: st.DrawFn) -> Fold:
 
 @given(manifests())
 def test_a_manifest_reads_back_as_it_was_written(manifest: Manifest) -> None:
-    assert both_ways(manifest.to_bytes(), "m") == manifest
-    assert written_manifest(manifest.to_bytes()) == manifest, "what is written is taken at one go"
+    assert Manifest.from_bytes(manifest.to_bytes(), "m") == manifest
 
 
 @given(manifests(), st.data())
-def test_a_forged_text_is_refused_or_read_the_same_both_ways(manifest: Manifest, data: st.DataObject) -> None:
+def test_a_forged_text_is_refused_or_is_the_text_of_what_it_reads_as(manifest: Manifest, data: st.DataObject) -> None:
     text = manifest.to_bytes().decode("ascii")
     place = data.draw(st.integers(0, len(text) - 1))
     inserted = data.draw(st.sampled_from(["", "0", "9", "-", ".", " ", ",", '"', "[", "]", "],[", "\\", "e", "\n"]))
@@ -76,18 +73,18 @@ def test_a_forged_text_is_refused_or_read_the_same_both_ways(manifest: Manifest,
     crc = f"{crc32c(forged[begin:end].encode()):08x}"
     forged = forged[: end + 11] + crc + forged[end + 19 :]
     with suppress(CorruptionError):
-        both_ways(forged.encode("ascii"), "m")
+        assert Manifest.from_bytes(forged.encode("ascii"), "m").to_bytes() == forged.encode("ascii")
 
 
 @pytest.mark.parametrize(
     "previous",
-    ["0:1", "2:0", "02:5", "2:05", "2:5 ", "2:5\n", "2:-1", "+2:5", "1000000000:1", "2:1000000000000000000", ""],
+    ["0:1", "02:5", "2:05", "2:5 ", "2:5\n", "2:-1", "+2:5", "1000000000:1", "2:1000000000000000000", ""],
 )
-def test_a_marker_in_another_spelling_is_read_by_neither_way_or_by_both(previous: str) -> None:
+def test_a_marker_in_another_spelling_is_refused(previous: str) -> None:
     raw = json.loads(small_manifest().to_bytes())
     raw["body"]["previous"] = previous
-    with suppress(CorruptionError):
-        both_ways(canonical(raw | {"crc32c": f"{crc32c(canonical(raw['body'])):08x}"}), "m")
+    with pytest.raises(CorruptionError):
+        Manifest.from_bytes(canonical(raw | {"crc32c": f"{crc32c(canonical(raw['body'])):08x}"}), "m")
 
 
 @given(folds())
@@ -144,7 +141,7 @@ def small_fold(start: MarkerId | None = None) -> Fold:
 
 
 OBJECTS: dict[str, tuple[bytes, Callable[[bytes], object]]] = {
-    "manifest": (small_manifest().to_bytes(), lambda data: both_ways(data, "where")),
+    "manifest": (small_manifest().to_bytes(), lambda data: Manifest.from_bytes(data, "where")),
     "fold": (small_fold().to_bytes(), lambda data: Fold.from_bytes(data, "where")),
     "dropped": (Dropped(commit(2, 7), None, 5.0).to_bytes(), lambda data: Dropped.from_bytes(data, "where")),
     "garbage": (Garbage(5.0, ("a/b",)).to_bytes(), lambda data: Garbage.from_bytes(data, "where")),
@@ -297,7 +294,7 @@ def test_a_manifest_or_a_fold_names_its_own_segments_and_no_others(name: str) ->
     manifest, fold = small_manifest(), small_fold()
     (first, *more), *ranks = manifest.segments
     with pytest.raises(CorruptionError, match=r"names '.*, expected "):
-        both_ways(replace(manifest, segments=((replace(first, name=name), *more), *ranks)).to_bytes(), "m")
+        Manifest.from_bytes(replace(manifest, segments=((replace(first, name=name), *more), *ranks)).to_bytes(), "m")
     with pytest.raises(CorruptionError, match=r"names '.*, expected "):
         Fold.from_bytes(replace(fold, segments=(replace(fold.segments[0], name=name),)).to_bytes(), "f")
 
@@ -306,7 +303,7 @@ def test_a_segment_named_twice_is_refused() -> None:
     manifest, fold = small_manifest(), small_fold()
     (first, _), other = manifest.segments
     with pytest.raises(CorruptionError, match=r"expected .*-p001\.seg"):
-        both_ways(replace(manifest, segments=((first, first), other)).to_bytes(), "m")
+        Manifest.from_bytes(replace(manifest, segments=((first, first), other)).to_bytes(), "m")
     with pytest.raises(CorruptionError, match=r"expected .*-p001\.seg"):
         Fold.from_bytes(replace(fold, segments=(fold.segments[0],) * 2).to_bytes(), "f")
 
@@ -330,7 +327,7 @@ def test_a_fold_that_begins_behind_its_end_is_refused(start: MarkerId) -> None:
 @pytest.mark.parametrize("previous", [MarkerId(2, 7), MarkerId(2, 8), MarkerId(1, 3), MarkerId(3, 1)])
 def test_a_marker_that_follows_on_no_earlier_one_of_its_generation_is_refused(previous: MarkerId) -> None:
     with pytest.raises(CorruptionError, match=f"{previous} is not before 2:7"):
-        both_ways(replace(small_manifest(), previous=previous).to_bytes(), "m")
+        Manifest.from_bytes(replace(small_manifest(), previous=previous).to_bytes(), "m")
     with pytest.raises(CorruptionError, match=f"{previous} is not before 2:7"):
         Dropped.from_bytes(Dropped(commit(2, 7), previous, 5.0).to_bytes(), "d")
 
@@ -341,9 +338,9 @@ def test_ranks_without_segments_and_segments_without_ranks_are_refused() -> None
     third = (ref(StoreSegment(JOB, MarkerId(2, 7), 2, 0).name),)
     for segments in ((first,), (first, second, third), ()):
         with pytest.raises(CorruptionError, match="manifest does not list the segments of every rank"):
-            both_ways(replace(manifest, segments=segments).to_bytes(), "m")
+            Manifest.from_bytes(replace(manifest, segments=segments).to_bytes(), "m")
     with pytest.raises(CorruptionError, match="must have segments"):
-        both_ways(replace(manifest, segments=(first, ())).to_bytes(), "m")
+        Manifest.from_bytes(replace(manifest, segments=(first, ())).to_bytes(), "m")
 
 
 def test_only_a_whole_commit_stands_in_a_manifest() -> None:
@@ -366,7 +363,7 @@ def test_only_a_whole_commit_stands_in_a_manifest() -> None:
     ):
         forged: Commit = Other(other)  # type: ignore[assignment]
         with pytest.raises(CorruptionError, match=message) as refused:
-            both_ways(replace(good, commit=forged).to_bytes(), "where")
+            Manifest.from_bytes(replace(good, commit=forged).to_bytes(), "where")
         assert refused.value.where["name"] == "where"
 
 

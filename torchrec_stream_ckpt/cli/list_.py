@@ -52,16 +52,15 @@ def list_markers(
 ) -> None:
     """List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.
 
-    It checks which data exists (log ends, dense files, segments and their sizes); ``verify`` reads every byte. With
-    ``--newest``, only the checksums of COMMITs are compared for the other markers. Values are those of
-    ``mark(meta=...)``, and step, generation, ranks, rows, bytes and time_s. With ``--where``, ``--newest`` counts the
-    markers that meet it.
+    It checks which data exists (log ends, dense files, segments and their sizes); ``verify`` reads every byte. Values
+    are those of ``mark(meta=...)``, and step, generation, ranks, rows, bytes and time_s. With ``--where``, ``--newest``
+    counts the markers that meet it.
     """
     conditions = [Condition.parse(each) for each in where or ()]
     picked = bool(conditions or sort)
     if picked and tree:
         raise ConfigError("--tree shows the lineage of all markers", hint="omit --where and --sort")
-    with options.open(glance=newest is not None and not picked) as job:
+    with options.open() as job:
         if picked:
             chosen = _pick(job, conditions, sort, newest)
         else:

@@ -72,7 +72,7 @@ class Access:
         typer.Option(help="The job's commit key: records that are not signed with it do not count.", metavar="FILE"),
     ] = None
 
-    def job(self, uri: str, store: str | None = None, *, glance: bool = False) -> Job:
+    def job(self, uri: str, store: str | None = None) -> Job:
         """Open a job's log and store without reading them; the caller closes them."""
         from torchrec_stream_ckpt.inner import Job
 
@@ -82,16 +82,13 @@ class Access:
             store_options=self.store_options,
             kafka_options=self.kafka_options,
             commit_key_file=self.commit_key_file,
-            glance=glance,
         )
 
-    def open_job(
-        self, uri: str, store: str | None = None, *, warn: bool = True, glance: bool = False
-    ) -> AbstractContextManager[Job]:
+    def open_job(self, uri: str, store: str | None = None, *, warn: bool = True) -> AbstractContextManager[Job]:
         """Open a job's log, read as of now."""
         from torchrec_stream_ckpt.cli.common import open_job
 
-        return open_job(self.job(uri, store, glance=glance), warn=warn)
+        return open_job(self.job(uri, store), warn=warn)
 
     def open_objects(self, url: str) -> AbstractContextManager[Objects]:
         """Open the store at ``url``."""
@@ -132,9 +129,9 @@ class JobOptions(Access):
     uri: Uri
     store: Store = None
 
-    def open(self, *, warn: bool = True, glance: bool = False) -> AbstractContextManager[Job]:
-        """Open the job's log, read as of now; the two flags as of ``open_job`` and ``Job.open``."""
-        return self.open_job(self.uri, self.store, warn=warn, glance=glance)
+    def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
+        """Open the job's log, read as of now; ``warn`` as of ``open_job``."""
+        return self.open_job(self.uri, self.store, warn=warn)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

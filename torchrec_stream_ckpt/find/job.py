@@ -101,7 +101,6 @@ class Job:
         kafka_options: Options = None,
         commit_key_file: Path | str | None = None,
         serving: bool = False,
-        glance: bool = False,
     ) -> Job:
         """Open a log for reading. Accesses only the file of the commit key.
 
@@ -111,11 +110,10 @@ class Job:
             store_options, kafka_options, commit_key_file: Same as in ``StreamConfig``; a store in a directory takes no
                 options.
             serving: Also accept a serving stream.
-            glance: Parse the fields of a COMMIT only on access, for a reader of few markers out of many.
         """
         log = open_log(uri, options_for(uri, kafka_options, store_options))
         try:
-            control = Control(log, commit_key_file, serving=serving, glance=glance)
+            control = Control(log, commit_key_file, serving=serving)
         except BaseException:
             log.close()
             raise

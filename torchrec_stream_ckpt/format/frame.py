@@ -145,6 +145,9 @@ _HEADER = struct.Struct(
 _CRC = struct.Struct("<I")
 _NO_OFFSETS = (0,) * MAX_SECTIONS
 assert _HEADER.size + _CRC.size == HEADER_LEN
+_COMMIT = struct.Struct("<16s 88x I 16x I")
+"""Header fields that give the length of a COMMIT and show that its header is undamaged."""
+_COMMIT_FRONT = struct.pack("<4sHHBBBBI", MAGIC, VERSION, HEADER_LEN, Kind.COMMIT, 0, CODEC_NONE, 0, 0)
 
 
 def aligned(num_bytes: int) -> int:
@@ -285,6 +288,14 @@ def parse_header(data: Buffer) -> Header:
     if used:
         raise CorruptionError(f"the header of {named.name} sets {', '.join(used)}, which this kind does not have")
     return header
+
+
+def commit_payload_len(data: Buffer, at: int) -> int | None:
+    """Return the payload length of the COMMIT whose header begins at ``at``. None unless it is one, undamaged."""
+    front, length, crc = _COMMIT.unpack_from(data, at)
+    if front != _COMMIT_FRONT or length > MAX_FRAME_BYTES - HEADER_LEN or crc32c(data[at : at + HEADER_LEN - 4]) != crc:
+        return None
+    return int(length)
 
 
 def seal(header: Header, frame: bytearray | memoryview, payload_crc: int | None = None) -> None:

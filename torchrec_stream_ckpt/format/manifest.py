@@ -10,7 +10,7 @@ import base64
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -51,6 +51,9 @@ class SegmentRef:
     header_crc: int
     """Checksum of its header, which vouches for the directory, which vouches for the chunks."""
     rows: int
+
+
+_REF_FIELDS = {each.name for each in fields(SegmentRef)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -368,7 +371,12 @@ def _seconds(value: object, where: str) -> float:
 
 
 def _wrap(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
-    return canonical({"format": version, "kind": kind, "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
+    return _sealed(canonical(body), kind, version)
+
+
+def _sealed(body: bytes, kind: str, version: int) -> bytes:
+    """Return the canonical JSON of an object with this canonical body."""
+    return b'{"body":%s,"crc32c":"%08x","format":%d,"kind":"%s"}' % (body, crc32c(body), version, kind.encode("ascii"))
 
 
 def _unwrap(
@@ -378,7 +386,8 @@ def _unwrap(
 
     ``added`` are the fields that only format 2 has. ``highest`` is the newest format if there are no such fields.
     """
-    raw = _object(bytes(data), where)
+    data = bytes(data)
+    raw, text = _object(data, where)
     version, highest = raw.get("format"), 2 if added else highest
     if type(version) is int and version > highest:
         raise CorruptionError(
@@ -390,7 +399,7 @@ def _unwrap(
     known = type(version) is int and FORMAT <= version <= highest and raw.keys() == {"format", "kind", "crc32c", "body"}
     if not known or raw["kind"] != kind or not isinstance(body, dict):
         raise CorruptionError(f"not a {kind} of this store", name=where)
-    if raw["crc32c"] != f"{crc32c(canonical(body)):08x}" or canonical(raw) != data:
+    if _sealed(text, kind, raw["format"]) != data:
         raise CorruptionError(f"{kind} was altered: its checksum does not match", name=where)
     expected = names | added if version == 2 else names
     if body.keys() != expected:
@@ -398,15 +407,16 @@ def _unwrap(
     return body
 
 
-def _object(data: bytes, where: str) -> dict[str, Any]:
+def _object(data: bytes, where: str) -> tuple[dict[str, Any], bytes]:
+    """Return a JSON object, and the canonical text of its body."""
     try:
         raw = json.loads(data.decode("ascii"))
-        canonical(raw)  # no NaN, no infinity
+        text = canonical(raw.get("body") if isinstance(raw, dict) else raw)  # raises for NaN and infinity
     except (ValueError, RecursionError) as error:
         raise CorruptionError(f"not JSON: {error}", name=where) from None
     if not isinstance(raw, dict):
         raise CorruptionError("not a JSON object", name=where)
-    return raw
+    return raw, text
 
 
 def _parts(items: object, fold: FoldName, where: str) -> list[int]:
@@ -431,12 +441,13 @@ def _refs(
 
 
 def _ref(item: object, expected: str, where: str) -> SegmentRef:
-    try:
-        fields = Fields(canonical(item), "segment", SegmentRef)
-        numbers = (fields.take(name, int) for name in ("num_bytes", "front_bytes", "header_crc", "rows"))
-        ref = SegmentRef(fields.take("name", str), *numbers)
-    except CorruptionError as error:
-        raise CorruptionError(error.message, name=where) from None
+    if not isinstance(item, dict) or item.keys() != _REF_FIELDS:
+        said = f"fields {sorted(item)!r:.200}" if isinstance(item, dict) else f"{item!r:.80}"
+        raise CorruptionError(f"segment has {said}, expected {sorted(_REF_FIELDS)}", name=where)
+    ref = SegmentRef(**item)
+    for name, value in item.items():
+        if name != "name" and (type(value) is not int or not 0 <= value < 1 << 64):
+            raise CorruptionError(f"segment.{name} is {value!r:.80}, expected int", name=where)
     if ref.name != expected:
         raise CorruptionError(f"names {ref.name!r:.120}, expected {expected}", name=where)
     if not HEADER_LEN <= ref.front_bytes <= ref.num_bytes:

@@ -44,22 +44,18 @@ def from_base64(text: str, what: str) -> bytes:
     return packed
 
 
-def check_front(front: bytes, num_bytes: int) -> bool:
+def _check_front(packed: bytes) -> bool:
     """Check the front of packed ends. Returns False if the frames must be checked too, because a rank may have too few.
-
-    Args:
-        front: The first :data:`FRONT_LEN` bytes, or more.
-        num_bytes: Total length.
 
     Raises:
         CorruptionError: no packed ends begin like this.
     """
-    if num_bytes < FRONT_LEN:
+    if len(packed) < FRONT_LEN:
         raise CorruptionError("COMMIT.ranks is cut short")
-    fields = _FRONT.unpack_from(front)
+    fields = _FRONT.unpack_from(packed)
     count, widths, least = fields[0], fields[1 : 1 + len(COLUMNS)], fields[1 + len(COLUMNS) :]
     widest = max(widths)
-    if not 1 <= count <= MAX_RANKS or widest > 8 or num_bytes != FRONT_LEN + count * sum(widths):
+    if not 1 <= count <= MAX_RANKS or widest > 8 or len(packed) != FRONT_LEN + count * sum(widths):
         raise CorruptionError("COMMIT.ranks has impossible lengths")
     fits = widest < 8 and max(least) < 1 << 63  # true for each column then
     if not fits and any(low + (1 << 8 * width) > 1 << 64 for low, width in zip(least, widths, strict=True)):
@@ -81,7 +77,7 @@ class RankEnds(Sequence[RankEnd]):
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
-        if not check_front(packed, len(packed)) and min(self._column(_FRAMES)) < 2:
+        if not _check_front(packed) and min(self._column(_FRAMES)) < 2:
             raise CorruptionError(_IN_ORDER)
 
     @classmethod

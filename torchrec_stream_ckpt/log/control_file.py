@@ -17,8 +17,15 @@ from pathlib import Path
 from typing import BinaryIO
 
 from torchrec_stream_ckpt.errors import CommitUnknownError, CorruptionError, LogUnavailableError, PrunedError
-from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAGIC, MAX_FRAME_BYTES, Kind, parse_header, payload_of
-from torchrec_stream_ckpt.format.packed_commit import commit_payload_len
+from torchrec_stream_ckpt.format.frame import (
+    HEADER_LEN,
+    MAGIC,
+    MAX_FRAME_BYTES,
+    Kind,
+    commit_payload_len,
+    parse_header,
+    payload_of,
+)
 from torchrec_stream_ckpt.format.snapshot import Base
 from torchrec_stream_ckpt.log.disk import explained
 from torchrec_stream_ckpt.util.durable import fsync_dir, write_all

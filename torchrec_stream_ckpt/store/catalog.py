@@ -20,7 +20,6 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
-from torchrec_stream_ckpt.format.packed_commit import read_manifest
 from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.store.api import Objects, Readable
 from torchrec_stream_ckpt.store.identity import check_store
@@ -234,7 +233,7 @@ class Catalog:
         name = manifest_name(self.job, marker)
         manifest = self.kept.get(name, Manifest)
         if manifest is None:
-            manifest = self._read(name, read_manifest)
+            manifest = self._read(name, Manifest.from_bytes)
             if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
                 raise CorruptionError("manifest does not match its file name (wrong or renamed object)", name=name)
             self.kept.put(name, manifest, sum(map(len, manifest.segments)))

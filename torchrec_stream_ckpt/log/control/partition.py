@@ -49,8 +49,6 @@ class Control:
         serving: Whether to accept a serving stream, too, whose rows are lossy.
         copies: Store of the second copy of the records, and the URI of the log. None if there is no copy.
         spare: Whether to hold in memory only the newest COMMIT of each generation and read the others when needed.
-        glance: Whether to leave the fields of a COMMIT unchecked until it is opened, if there is no commit key; see
-            :mod:`packed_commit`.
     """
 
     def __init__(
@@ -61,12 +59,11 @@ class Control:
         serving: bool = False,
         copies: tuple[Objects, str] | None = None,
         spare: bool = False,
-        glance: bool = False,
     ) -> None:
         self._log = log_
         self._spare = spare
         key = CommitKey.load(key_file) if key_file is not None else None
-        self.records = Records(log_, key, _hint(log_.uri, copies), serving=serving, glance=glance)
+        self.records = Records(log_, key, _hint(log_.uri, copies), serving=serving)
         self.signs = key is not None
         """True if there is a commit key."""
         self._folded = Folded()

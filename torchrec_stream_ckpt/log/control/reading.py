@@ -39,13 +39,12 @@ class Records:
         key: Commit key. With it, only records with a valid signature count.
         hint: Hint for errors about a damaged record.
         serving: Whether to accept a serving stream, too.
-        glance: Whether to leave the fields of a COMMIT unchecked until it is opened. A commit key needs all of them.
     """
 
-    def __init__(self, log_: Log, key: CommitKey | None, hint: str, *, serving: bool, glance: bool = False) -> None:
+    def __init__(self, log_: Log, key: CommitKey | None, hint: str, *, serving: bool) -> None:
         self._log = log_
         self._key = key
-        self._serving, self._glance = serving, glance
+        self._serving = serving
         self.hint = hint
         self.signs = key is not None
         """True if there is a commit key."""
@@ -161,7 +160,7 @@ class Records:
     def _accept(self, lineage: Lineage, record: bytes, offset: int) -> ControlRecord | PackedCommit | None:
         """Parse a record. Returns None if there is a key that does not vouch for it."""
         if self._key is None:
-            return read_record(record, offset, serving=self._serving, glance=self._glance)
+            return read_record(record, offset, serving=self._serving)
         try:
             parsed, why = read_record(record, offset, serving=True), "it is not signed with the commit key"
         except CorruptionError as error:
