@@ -321,21 +321,15 @@ def without_base(history: History, store: HeldObjects, marker: int) -> Any:
 
 
 @pytest.mark.parametrize("policy", [ALWAYS, SPANS, NEVER])
-def test_stretches_overlap_and_cover_as_sets_of_markers_do(tmp_path: Path, policy: Policy) -> None:
+def test_the_rows_of_a_piece_are_those_of_the_markers_that_it_leads_over(tmp_path: Path, policy: Policy) -> None:
     history = branched(tmp_path, policy)
     holdings = Holdings.load(history.objects, history.lineage)
-    strides, draw = holdings.strides, random.Random(3)
-    spans: list[tuple[MarkerId | None, MarkerId]] = []
-    for end in history.lineage.commits:
+    strides, order = holdings.strides, list(history.lineage.commits)
+    random.Random(3).shuffle(order)
+    for end in order:
         chain = [commit.id for commit in strides.chain(end)]
-        spans += [(start, end) for start in (None, *chain[:-1])]
-    for one, other in ((draw.choice(spans), draw.choice(spans)) for _ in range(3000)):
-        stretches = strides.stretch(*one), strides.stretch(*other)
-        sets = _markers(holdings, *one), _markers(holdings, *other)
-        assert strides.overlap(*stretches) == bool(sets[0] & sets[1])
-        assert strides.covers(*stretches) == (sets[0] >= sets[1])
-    for marker in history.lineage.commits:
-        assert strides.covers(strides.stretch(None, marker), strides.interval(marker))
+        for start in (None, *chain[:-1]):
+            assert strides.rows(start, end) == _markers(holdings, start, end)
 
 
 def _markers(holdings: Holdings, start: MarkerId | None, end: MarkerId) -> set[MarkerId]:

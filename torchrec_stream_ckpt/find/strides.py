@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -22,17 +21,6 @@ class _WholeWay:
     strides: Mapping[MarkerId, MarkerId | None]
 
 
-@dataclass(frozen=True, slots=True)
-class Stretch:
-    """Consecutive markers on the path to the newest one of a generation."""
-
-    generation: int
-    first: int
-    """Place of the first one on that path."""
-    stop: int
-    """The place after the last one."""
-
-
 class Strides:
     """Results of ``Catalog.strides`` for all markers of a job.
 
@@ -46,7 +34,6 @@ class Strides:
         self._catalog = catalog
         self._ways: dict[int, _WholeWay] = {}
         """Paths by generation. Generations that are based on each other's newest markers share one."""
-        self._shared: dict[tuple[int, int], int] = {}
 
     def _way(self, marker: MarkerId) -> _WholeWay:
         if marker.generation not in self._ways:
@@ -84,54 +71,11 @@ class Strides:
         way = self._way(marker)
         return way.chain[: way.places[marker] + 1]
 
-    # Markers whose rows a piece holds.
-
-    def stretch(self, start: MarkerId | None, end: MarkerId) -> Stretch:
+    def rows(self, start: MarkerId | None, end: MarkerId) -> frozenset[MarkerId]:
         """Return the markers of (start, end], or all up to ``end`` if ``start`` does not lead there."""
-        places = self._way(end).places
-        first = places[start] + 1 if start is not None and start in places else 0
-        return Stretch(end.generation, first, places[end] + 1)
-
-    def interval(self, marker: MarkerId) -> Stretch:
-        """Return the stretch of one marker."""
-        place = self._way(marker).places[marker]
-        return Stretch(marker.generation, place, place + 1)
-
-    def counter(self, wanted: Container[MarkerId]) -> Callable[[Stretch], int]:
-        """Return a function that counts these markers in a stretch, without a look at each marker of the stretch."""
-        sums: dict[int, list[int]] = {}
-
-        def count(stretch: Stretch) -> int:
-            way = self._ways[stretch.generation]
-            if id(way) not in sums:
-                sums[id(way)] = [0, *accumulate(commit.id in wanted for commit in way.chain)]
-            return sums[id(way)][stretch.stop] - sums[id(way)][stretch.first]
-
-        return count
-
-    def overlap(self, one: Stretch, other: Stretch) -> bool:
-        """Return whether the two stretches have a marker in common."""
-        return max(one.first, other.first) < min(one.stop, other.stop, self._shared_by(one, other))
-
-    def covers(self, one: Stretch, other: Stretch) -> bool:
-        """Return whether all markers of ``other`` are in ``one``."""
-        return one.first <= other.first and other.stop <= min(one.stop, self._shared_by(one, other))
-
-    def _shared_by(self, one: Stretch, other: Stretch) -> int:
-        """Return the number of markers that the paths of two generations have in common, all at their beginning."""
-        if one.generation == other.generation:
-            return max(one.stop, other.stop)
-        key = (min(one.generation, other.generation), max(one.generation, other.generation))
-        if key not in self._shared:
-            ways = [self._ways[generation].chain for generation in key]
-            low, high = 0, min(map(len, ways))
-            if ways[0] is ways[1]:
-                low = high
-            while low < high:
-                middle = (low + high) // 2
-                low, high = (middle + 1, high) if ways[0][middle].id == ways[1][middle].id else (low, middle)
-            self._shared[key] = low
-        return self._shared[key]
+        way = self._way(end)
+        first = way.places[start] + 1 if start is not None and start in way.places else 0
+        return frozenset(commit.id for commit in way.chain[first : way.places[end] + 1])
 
     # Markers that pieces lead to.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Container, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
@@ -172,17 +172,15 @@ def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> set[MarkerId]:
     return found
 
 
-def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: Container[MarkerId], read_back: ReadBack) -> None:
+def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: set[MarkerId], read_back: ReadBack) -> None:
     """Check that the pieces with rows of these markers hold the bytes that were written.
 
     Raises:
         CorruptionError: a piece does not.
     """
     steps = {(piece.start, piece.end) for holding in checked if holding.reach for piece in holding.pieces}
-    strides = holdings.strides
-    count_new = strides.counter(new)
     for step in sorted(steps, key=lambda each: each[1]):
-        if count_new(strides.stretch(*step)) and not read_back.is_whole(holdings, step):
+        if not new.isdisjoint(holdings.strides.rows(*step)) and not read_back.is_whole(holdings, step):
             error = read_back.damaged[step]
             raise CorruptionError(
                 f"the log is not trimmed: the store holds damaged rows of marker {step[1]}: {error.message}",

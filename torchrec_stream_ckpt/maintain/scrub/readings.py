@@ -18,7 +18,6 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.find.holdings import Holdings
-from torchrec_stream_ckpt.find.strides import Stretch
 from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.readings import MAX_DAMAGED, Reading, ReadUnit, ScrubPlace
@@ -243,10 +242,10 @@ def check_relied(holdings: Holdings, going: Iterable[str], staying: Iterable[Str
         StoreUnavailableError: the store does not answer.
     """
     strides, known = holdings.strides, holdings.lineage.commits
-    folds = [(fold, strides.stretch(*fold)) for fold in sorted(staying, key=lambda each: each[1]) if fold[1] in known]
-    for rows in {found for name in going if (found := _rows_of(holdings, name)) is not None}:
+    folds = [(fold, strides.rows(*fold)) for fold in sorted(staying, key=lambda each: each[1]) if fold[1] in known]
+    for rows in {_rows_of(holdings, name) for name in going}:
         for fold, held in folds:
-            if strides.overlap(held, rows) and read_back.is_whole(holdings, fold) and strides.covers(held, rows):
+            if not held.isdisjoint(rows) and read_back.is_whole(holdings, fold) and held >= rows:
                 break
 
 
@@ -255,11 +254,11 @@ def remarks(job: bytes, damaged: Mapping[Stride, str]) -> tuple[str, ...]:
     return tuple(f"{FoldName(job, end, start).name} is damaged: {why}" for (start, end), why in damaged.items())
 
 
-def _rows_of(holdings: Holdings, name: str) -> Stretch | None:
-    """Return the stretch of the path with the rows of an object, or of the objects it names. None without rows."""
+def _rows_of(holdings: Holdings, name: str) -> frozenset[MarkerId]:
+    """Return the markers whose rows an object holds, or the objects that it names. Empty for an object without rows."""
     found = parse_marker_object(name)
     if found is None or found.dense_file or found.marker not in holdings.lineage.commits:
-        return None
+        return frozenset()
     if found.fold is not None:
-        return holdings.strides.stretch(found.fold.start, found.fold.end)
-    return holdings.strides.interval(found.marker)
+        return holdings.strides.rows(found.fold.start, found.fold.end)
+    return frozenset({found.marker})
