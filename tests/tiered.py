@@ -15,6 +15,7 @@ from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.inner import Relay, Tiers
+from torchrec_stream_ckpt.save.generation import Opening
 from torchrec_stream_ckpt.tiers.two_claims import claim_both
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.layout import dense_name
@@ -66,8 +67,8 @@ class TieredJob(synthetic.Job):
         above = MarkerId.parse(parent) if parent else None
         swept = tuple(range(len(self.schema.tables)) if swept is None and above is None else swept or ())
         self.splits[self.generation] = [1] * len(self.schema.tables)
-        rest = (self.schema, self.world, above, swept)
-        self.claim, _ = claim_both(self.tiers, *rest, layout=self.layout(), changes=changes)
+        self.tiers.seen = None  # no restore has chosen the parent
+        self.claim, _ = claim_both(self.tiers, Opening(self.schema, self.world, above, swept, self.layout(), changes))
         self.generation, self.marker = self.claim.generation, above.marker if above else 0
         self.splits[self.generation] = [1] * len(self.schema.tables)
         self.streams = [

@@ -119,7 +119,7 @@ class StreamCheckpointer:
             if self._tiers is not None:
                 undo.callback(self._tiers.close, JOIN_S)
             self._job = self._tiers.logs if self._tiers is not None else self._tier
-            restored = RestoreParts(self._config, self._team, self._tier, self._tiers, self._dense, self._attached)
+            restored = RestoreParts(self._config, self._team, self._job, self._dense, self._attached)
             self._session = Session(restored)
             self._attached.hook(self._reshard)
             undo.callback(self._attached.unhook)

@@ -18,14 +18,14 @@ from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.dense.dense_state import DenseState
 from torchrec_stream_ckpt.dense.replica_check import Held
 from torchrec_stream_ckpt.errors import MarkerFailedError
+from torchrec_stream_ckpt.find.job import open_tier
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.save.coordinator import Coordinator, CutOrder, MarkerVote
-from torchrec_stream_ckpt.save.generation import Generation, claim_generation
+from torchrec_stream_ckpt.save.generation import Generation, Opening, claim_generation
 from torchrec_stream_ckpt.save.rank_cut import Seal
-from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.util.types import RankEnd
 
@@ -100,21 +100,10 @@ def votes_of(ranks: int, folder: Path, measure: Measure) -> None:
 def _claim(job: Job, folder: Path) -> RankShards:
     """Rank 0 has the shards of all ranks, and claims the next generation."""
     layout = RankShards.of([stream.shards for stream in job.streams])
-    control = Control(job.log)
-    config = StreamConfig(uri=f"file://{folder / 'log'}")
-    store = str(folder / "dense")
-    claim = claim_generation(
-        job.log,
-        control,
-        open_dense(store),
-        open_store(store),
-        config,
-        job.schema,
-        job.world,
-        None,
-        tuple(range(len(job.schema.tables))),
-        layout=layout,
-    )
+    config = StreamConfig(uri=f"file://{folder / 'log'}", store=str(folder / "dense"))
+    with contextlib.closing(open_tier(config, copies=False)) as tier:
+        tables = tuple(range(len(job.schema.tables)))
+        claim = claim_generation(tier, Opening(job.schema, job.world, None, tables, layout))
     job.claims[claim.generation] = claim
     job.generation = claim.generation
     assert layout is not None

@@ -14,13 +14,12 @@ from torchrec_stream_ckpt.find.job import open_tier
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.inner import Control, Tier
 from torchrec_stream_ckpt.save import claims
-from torchrec_stream_ckpt.save.generation import claim_generation
+from torchrec_stream_ckpt.save.generation import Opening, claim_generation
 from torchrec_stream_ckpt.util.config import StreamConfig
 
 
 def claim(tier: Tier, nonce: str | None = None, after: str | None = None) -> Claim:
-    place = (tier.log, tier.control, tier.dense, tier.objects, tier.config)
-    return claim_generation(*place, make.SCHEMA, 1, None, (0, 1), layout=None, nonce=nonce, after=after)
+    return claim_generation(tier, Opening(make.SCHEMA, 1, None, (0, 1), None, nonce=nonce, after=after))
 
 
 def test_a_claim_that_landed_without_an_answer_is_not_taken_for_another_trainers(

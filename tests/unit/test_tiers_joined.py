@@ -102,8 +102,8 @@ def test_an_uncopied_marker_is_read_after_upkeep_of_the_outer_tier(every: int, t
     truth = truth_of(job)
     upkeep(job, newest=1)
     route = check(job, newest, truth)
-    assert route.place.joint is not None
-    assert str(route.place.joint.marker) == copied[-1]
+    assert route.place.ends
+    assert str(route.place.upto) == copied[-1]
     assert str(route.stored) == copied[-1]
     assert relay(job.tiers, everything=True)[-1] == newest
     assert find(job.tiers, None) is not None

@@ -7,7 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.best import Best, Said, Value, best_of, said_of
@@ -130,6 +130,11 @@ class Job:
     def inner(self) -> Job | None:
         """The log near the trainer; None for a job with one log."""
         return None
+
+    @property
+    def near(self) -> Self:
+        """The log that the trainer writes to, which is this one."""
+        return self
 
     @property
     def lineage(self) -> Lineage:

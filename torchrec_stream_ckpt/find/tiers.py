@@ -41,7 +41,7 @@ JOINED = 1 << 32
 """Least partition of streams that go on from one log to the other; no log has as many."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Tiers:
     """Both logs of a job, each with its store. The inner one is near the trainer; the outer one decides."""
 
@@ -49,6 +49,13 @@ class Tiers:
     outer: Tier
     every: int = 1
     """The outer log gets markers whose number is a multiple of this."""
+    seen: int | None = None
+    """Newest generation when a restore last found a marker, or the trainer's own generation after it was opened."""
+
+    @property
+    def near(self) -> Tier:
+        """The log that the trainer writes to."""
+        return self.inner
 
     @property
     def folder(self) -> Path:
@@ -58,16 +65,6 @@ class Tiers:
     def close(self) -> None:
         self.inner.close()
         self.outer.close()
-
-
-@dataclass(slots=True)
-class TieredJob:
-    """Job with two tiers."""
-
-    logs: Tiers
-    """Both logs, open."""
-    seen: int | None = None
-    """Newest generation when a marker was last found, or the job's own generation after it was opened."""
 
 
 def folder_of(inner: Job) -> Path:
@@ -94,28 +91,46 @@ def open_tiers(config: StreamConfig, *, signs: bool = True, copies: bool = True)
         raise
 
 
+_ALL = MarkerId(1 << 63, 0)
+"""Later than every marker."""
+
+
 @dataclass(frozen=True, slots=True)
-class Joint:
-    """Marker that both logs have: its generation is read from the outer log up to it, then from the inner one.
+class Place:
+    """Choice of the logs that a marker is read from. An immutable value that rank 0 sends to all ranks."""
+
+    upto: MarkerId = _ALL
+    """Markers up to this one are read from the outer log, later ones and dense state from the inner one.
+
+    Everything is read from the outer log if this is later than every marker. That is the only place of a job with one
+    log, and the last place to try for a job with two.
+    """
+    ends: tuple[tuple[RankEnd, RankEnd], ...] = ()
+    """End of each rank's stream at ``upto``, in the outer log and in the inner one. Empty between two generations.
 
     The relay copies frames unchanged, so the streams of both logs are equal at this marker, but at other offsets. A
     joined stream has the offsets of the outer log, which continue in the inner log. Its partition is :data:`JOINED` and
     its rank.
     """
 
-    marker: MarkerId
-    ends: tuple[tuple[RankEnd, RankEnd], ...]
-    """End of each rank's stream at the marker: in the outer log, and in the inner one."""
+    def __str__(self) -> str:
+        if self.outer_alone:
+            return "outer"
+        return "inner + outer" if self.is_mixed else "inner"
 
-    @classmethod
-    def at(cls, outer: Commit, inner: Commit) -> Joint | None:
-        """Return the joint at a marker. Returns None if the logs have different markers of this name."""
-        if not outer.is_same_marker(inner):
-            return None
-        return cls(outer.id, tuple(zip(outer.ranks, inner.ranks, strict=True)))
+    @property
+    def outer_alone(self) -> bool:
+        """True if everything, including dense state, is read from the outer log."""
+        return self.upto == _ALL
 
-    def after(self, commit: Commit) -> Commit:
-        """Return a later COMMIT of the inner log with the ends of the joined streams."""
+    def is_outer(self, generation: int) -> bool:
+        """Return whether a generation is read from the outer log, at least its first part."""
+        return MarkerId(generation, 0) < self.upto
+
+    def joined(self, commit: Commit) -> Commit:
+        """Return a COMMIT of the inner log, with the ends of the joined streams if its generation is in both logs."""
+        if not (self.ends and commit.generation == self.upto.generation):
+            return commit
         ends = (
             replace(
                 end,
@@ -127,49 +142,12 @@ class Joint:
         )
         return replace(commit, ranks=tuple(ends))
 
-    def parts(self, span: LogSpan) -> tuple[LogSpan | None, LogSpan | None, int]:
-        """Return the parts of a joined stream in the outer and in the inner log, and the latter's shift of offsets."""
-        theirs, mine = self.ends[span.partition - JOINED]
-        shift, middle = theirs.end - mine.end, min(max(theirs.end, span.begin), span.end)
-        outer = LogSpan(span.generation, theirs.partition, span.begin, middle)
-        inner = LogSpan(span.generation, mine.partition, middle - shift, span.end - shift)
-        return outer if span.begin < middle else None, inner if middle < span.end else None, shift
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Choice of the logs that a marker is read from. An immutable value that rank 0 sends to all ranks."""
-
-    outer_upto: int = 0
-    """Generations up to this one are read from the outer log, the others from the inner one."""
-    joint: Joint | None = None
-    """The marker up to which its generation, a later one, is read from the outer log as well."""
-    outer_alone: bool = False
-    """True if everything, including dense state, is read from the outer log.
-
-    This is the only place of a job with one log, and the last place to try for a job with two.
-    """
-
-    def __str__(self) -> str:
-        if self.outer_alone:
-            return "outer"
-        return "inner + outer" if self.outer_last is not None else "inner"
-
-    @property
-    def outer_last(self) -> MarkerId | None:
-        """Marker after which nothing comes from the outer tier; None if nothing does, or everything."""
-        if self.joint is not None:
-            return self.joint.marker
-        return MarkerId(self.outer_upto + 1, 0) if self.outer_upto else None
-
     # Sources of each rank.
 
     def log(self, job: Job | Tiers) -> LogReader:
         """Return the log of the frames."""
         nearest = self.nearest(job).log
-        if self.outer_last is None:
-            return nearest
-        return MixedLog(nearest, job.outer.log, self.outer_upto, self.joint)
+        return MixedLog(nearest, job.outer.log, self) if self.is_mixed else nearest
 
     def objects(self, job: Job | Tiers) -> Objects:
         """Return the store that rows may come from."""
@@ -177,12 +155,17 @@ class Place:
 
     def offered(self, catalog: Catalog | None) -> Catalog | None:
         """Return the catalog of :meth:`objects` with only the markers that are read from there."""
-        return catalog.upto(self.outer_last) if catalog is not None and self.outer_last is not None else catalog
+        return catalog.upto(self.upto) if catalog is not None and self.is_mixed else catalog
+
+    @property
+    def is_mixed(self) -> bool:
+        """True if both logs are read."""
+        return self.reads_outer_store and not self.outer_alone
 
     @property
     def reads_outer_store(self) -> bool:
         """True if :meth:`objects` is the store of the outer tier."""
-        return self.outer_alone or self.outer_last is not None
+        return self.is_outer(1)
 
     def dense(self, job: Job | Tiers) -> DenseStore:
         """Return the store of the dense state."""
@@ -190,23 +173,22 @@ class Place:
 
     def nearest(self, job: Job | Tiers) -> Job:
         """Return the job that has the newest frames and the dense state."""
-        return job.outer if self.outer_alone or job.inner is None else job.inner
+        return job.outer if self.outer_alone else job.near
 
 
-OUTER = Place(outer_alone=True)
+OUTER = Place()
 
 
 @dataclass(frozen=True, slots=True)
 class MixedLog:
-    """Reader of both logs as one log. Each generation is in one of them, except that of the joint."""
+    """Reader of both logs as one log. Each generation is in one of them, or joined."""
 
     inner: LogReader
     outer: LogReader
-    outer_upto: int
-    joint: Joint | None = None
+    cut: Place
 
     def incarnation(self) -> Incarnation | None:
-        """Return the incarnation that :meth:`TierState.mixed` gives to generations that wrote to these logs."""
+        """Return the incarnation that :meth:`TierState.lineage` gives to generations that wrote to these logs."""
         return Incarnation(MIXED, 0)
 
     def read(self, span: LogSpan) -> Iterator[tuple[int, memoryview]]:
@@ -226,12 +208,14 @@ class MixedLog:
 
     def _parts(self, span: LogSpan) -> list[tuple[LogReader, LogSpan, int]]:
         """Return the parts of a span: the log that has it, the span there, and the shift of its offsets."""
-        if self.joint is not None and span.partition >= JOINED:
-            outer, inner, shift = self.joint.parts(span)
-            parts = [(self.outer, outer, 0), (self.inner, inner, shift)]
-            return [(log, part, moved) for log, part, moved in parts if part is not None]
-        joined = self.joint is not None and span.generation == self.joint.marker.generation
-        return [(self.outer if joined or span.generation <= self.outer_upto else self.inner, span, 0)]
+        if not self.cut.ends or span.partition < JOINED:
+            return [(self.outer if self.cut.is_outer(span.generation) else self.inner, span, 0)]
+        theirs, mine = self.cut.ends[span.partition - JOINED]
+        shift, middle = theirs.end - mine.end, min(max(theirs.end, span.begin), span.end)
+        outer = LogSpan(span.generation, theirs.partition, span.begin, middle)
+        inner = LogSpan(span.generation, mine.partition, middle - shift, span.end - shift)
+        parts = [(self.outer, outer, 0), (self.inner, inner, shift)]
+        return [part for part in parts if part[1].begin < part[1].end]
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,17 +309,11 @@ class TierState:
             most = parent.generation if parent is not None else 0
             for outer_upto in dict.fromkeys((self.outer_upto(marker), most)):
                 if outer_upto is not None:
-                    yield Place(outer_upto)
-            if (joint := self.joint(marker)) is not None:
-                yield Place(most, joint)
+                    yield Place(MarkerId(outer_upto + 1, 0))
+            if (joined := self.joined(marker)) is not None:
+                yield joined
         if marker in self.outer.commits:
             yield OUTER
-
-    def lineage(self, place: Place) -> Lineage:
-        """Return the lineage that the logs of a place have together."""
-        if place.outer_alone:
-            return self.outer
-        return self.mixed(place.outer_upto, place.joint) if place.outer_last is not None else self.inner
 
     def outer_upto(self, marker: MarkerId) -> int | None:
         """Return the newest generation on the path to ``marker`` that only the outer log can serve.
@@ -350,44 +328,39 @@ class TierState:
                 return 0
             marker = parent
 
-    def joint(self, marker: MarkerId) -> Joint | None:
-        """Return the newest marker before ``marker`` in its generation that both logs have, with equal streams."""
-        for commit in reversed(self.outer.commits.values()):
-            if commit.id < marker:
-                mine = self.commit(commit.id) if commit.generation == marker.generation else None
-                return Joint.at(commit, mine) if mine is not None else None
-            if commit.id == marker:
-                return None
-        return None
+    def joined(self, marker: MarkerId) -> Place | None:
+        """Return the place that reads up to the newest older marker of its generation in both logs from the outer one.
 
-    def mixed(self, outer_upto: int, joint: Joint | None = None) -> Lineage:
-        """Return one lineage with the outer log's generations up to ``outer_upto`` and the inner one's after it.
-
-        With a joint, the markers of its generation are those of the outer log up to it, and those of the inner one
-        after it.
+        Returns None if there is no such marker, or the logs have different ones of its name.
         """
-        joined = joint.marker.generation if joint is not None else 0
+        theirs = next((each for each in reversed(self.outer.commits.values()) if each.id <= marker), None)
+        if theirs is None or theirs.generation != marker.generation or theirs.id == marker:
+            return None
+        mine = self.commit(theirs.id)
+        if mine is None or not theirs.is_same_marker(mine):
+            return None
+        return Place(theirs.id, tuple(zip(theirs.ranks, mine.ranks, strict=True)))
 
-        def is_outer(marker: MarkerId) -> bool:
-            if joint is not None and marker.generation == joined:
-                return marker <= joint.marker
-            return marker.generation <= outer_upto
-
+    def lineage(self, place: Place) -> Lineage:
+        """Return the lineage that the logs of a place have together: of the outer one up to its marker, then the inner
+        one."""
+        if not place.is_mixed:
+            return self.outer if place.outer_alone else self.inner
         claims: dict[int, Claim] = {}
         for number in sorted({*self.outer.claims, *self.inner.claims}):
-            outer = number <= outer_upto or number == joined
+            outer = place.is_outer(number)
             lineage, log_id = (self.outer, self.outer_id) if outer else (self.inner, self.inner_id)
             if (claim := lineage.claims.get(number)) is not None and number <= self.generation:
                 here = Incarnation(log_id, 0).holds_rows_of(claim.incarnation)
                 claims[number] = replace(claim, incarnation=MIXED) if here else claim
-        commits = {marker: commit for marker, commit in self.outer.commits.items() if is_outer(marker)}
+        commits = {marker: commit for marker, commit in self.outer.commits.items() if marker <= place.upto}
         for marker, commit in self.inner.commits.items():
-            if not is_outer(marker) and marker.generation <= self.generation:
-                commits[marker] = joint.after(commit) if joint is not None and joined == marker.generation else commit
+            if marker > place.upto and marker.generation <= self.generation:
+                commits[marker] = place.joined(commit)
         trims: list[Trim] = []
         for lineage in (self.outer, self.inner):
             for trim in lineage.trims:
-                reach = tuple(marker for marker in trim.markers if is_outer(marker) == (lineage is self.outer))
+                reach = tuple(each for each in trim.markers if (each <= place.upto) == (lineage is self.outer))
                 if reach:
                     trims.append(replace(trim, markers=reach))
         return Lineage(claims, Commits(commits), Trims(trims))

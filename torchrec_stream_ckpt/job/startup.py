@@ -13,7 +13,7 @@ from dataclasses import replace
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.find.job import wanted
-from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers, open_job
+from torchrec_stream_ckpt.find.tiers import open_job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.record import EVENT_S
 from torchrec_stream_ckpt.job.standby import Standby
@@ -106,8 +106,8 @@ class Restoring:
         self._parts = parts
         self._config = parts.config
         self._team = parts.team
-        self._tier = parts.tier
-        self._tiers = parts.tiers
+        self._job = parts.job
+        self._tier = parts.job.near
         self._attached = parts.attached
         self._session = session
         self._streaming = streaming
@@ -145,7 +145,7 @@ class Restoring:
                 "fresh=True and standby() cannot be combined because a spare restores a marker",
                 hint="omit one of the two",
             )
-        if self._tiers is not None:
+        if self._job.inner is not None:
             raise ConfigError(
                 "a spare can follow only one log, but two tiers are configured",
                 hint="name only the outer log; the job then continues without a tee",
@@ -213,7 +213,7 @@ class Restoring:
         said = self._team.gather((source.uris, source.marker, source.store))
         if len(set(said)) > 1:
             raise ConfigError("ranks name different sources", hint="name the same source on all ranks")
-        own = [self._tier.uri] if self._tiers is None else [self._tier.uri, self._tiers.logs.outer.uri]
+        own = [self._tier.uri, self._job.outer.uri]
         self._team.together(lambda: check_apart(source, own))
         begun = self._session.begun()
         if begun is not None:
@@ -233,9 +233,8 @@ class Restoring:
         config = self._team.together(lambda: source.settings(self._config))
         signs = self._team.rank == 0
         with closing(self._team.together(lambda: open_job(config, signs=signs, copies=False))) as there:
-            tier, tiers = (there.inner, TieredJob(there)) if isinstance(there, Tiers) else (there, None)
             self._team.on_rank0(there.outer.preflight)
-            other = Session(replace(self._parts, config=config.inner, tier=tier, tiers=tiers), own=False)
+            other = Session(replace(self._parts, config=config.inner, job=there), own=False)
             named = chosen(self._team, there, source.marker, None)
             return self._begin_in(other, source, named, changes, accept_unproved=accept_unproved)
 

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
 from torchrec_stream_ckpt.find.job import Job, Named, Tier, Wanted, wanted
 from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.find.tiers import OUTER, TieredJob, Tiers, TierState, named
+from torchrec_stream_ckpt.find.tiers import OUTER, Tiers, TierState, named
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import begun_in, check_may_begin, check_no_import
@@ -114,15 +114,13 @@ class Finder:
     Args:
         config: Configuration of the nearest tier.
         team: All ranks.
-        tier: Tier that the job writes to.
-        tiers: Both tiers, if there are two.
+        job: The job's log, or both of its logs.
     """
 
-    def __init__(self, config: StreamConfig, team: Team, tier: Tier, tiers: TieredJob | None) -> None:
+    def __init__(self, config: StreamConfig, team: Team, job: Tier | Tiers) -> None:
         self._config = config
         self._team = team
-        self._tiers = tiers
-        self._job = tiers.logs if tiers is not None else tier
+        self._job = job
         self.head: Head | None = None
         """HEAD that rows are copied from; its writer waits until it is closed."""
         self.use_head = True
@@ -214,8 +212,8 @@ class Finder:
     def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
         route = self._team.on_rank0(lambda: find(self._job, marker, head, self.damaged))
         self._place = route.place if route is not None else OUTER
-        if self._tiers is not None:
-            self._tiers.seen = route.newest_generation if route is not None else None
+        if isinstance(self._job, Tiers):
+            self._job.seen = route.newest_generation if route is not None else None
         return route
 
     def _everywhere(self, route: Route, head: HeadState) -> Route:
@@ -297,10 +295,8 @@ class RestoreParts:
     """Configuration of the nearest tier."""
     team: Team
     """All ranks."""
-    tier: Tier
-    """Tier that the job writes to."""
-    tiers: TieredJob | None
-    """Both tiers, if there are two."""
+    job: Tier | Tiers
+    """The job's log, or both of its logs."""
     dense: DenseState
     """The live dense state."""
     attached: Attached
@@ -334,12 +330,12 @@ class Session:
     def __init__(self, parts: RestoreParts, *, own: bool = True) -> None:
         self._config = parts.config
         self._team = parts.team
-        self._tier = parts.tier
-        self._tiers = parts.tiers
+        self._job = parts.job
+        self._tier = parts.job.near
         self._dense = parts.dense
         self._attached = parts.attached
         self._own = own
-        self._finder = Finder(parts.config, parts.team, parts.tier, parts.tiers)
+        self._finder = Finder(parts.config, parts.team, parts.job)
         self.touched = False
         """True if rows of the live tables have been written."""
 
@@ -487,7 +483,7 @@ class Session:
             tuple(sorted(swept)),
             checked.proved_up_to,
             unproved.rows(schema) if unproved is not None else (),
-            f"{route.place}: {plan.source}" if self._tiers is not None else plan.source,
+            f"{route.place}: {plan.source}" if self._job.inner is not None else plan.source,
             new.record if new is not None else None,
             replicas,
         )

@@ -6,6 +6,7 @@ import logging
 import time
 import uuid
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from torchrec_stream_ckpt.capture.attached_model import Attached
@@ -22,10 +23,9 @@ from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.imported import check_may_begin, unfinished_warm_start
 from torchrec_stream_ckpt.format.lineage import told_to
-from torchrec_stream_ckpt.format.rank_shards import RankShards
-from torchrec_stream_ckpt.format.schema import Schema, check_schema
+from torchrec_stream_ckpt.format.schema import check_schema
 from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.save.generation import claim_generation, newest_held
+from torchrec_stream_ckpt.save.generation import Opening, claim_generation, newest_held
 from torchrec_stream_ckpt.util.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -41,15 +41,7 @@ class OuterTier(Protocol):
     def control(self) -> Control:
         """Control partition that decides."""
 
-    def claim(
-        self,
-        schema: Schema,
-        world: int,
-        parent: MarkerId | None,
-        swept: tuple[int, ...],
-        layout: RankShards | None,
-        changes: ClaimChanges | None = None,
-    ) -> Claim:
+    def claim(self, new: Opening) -> Claim:
         """Claim the next generation on both tiers. Returns the CLAIM of the inner one.
 
         Raises:
@@ -128,16 +120,11 @@ class Claims:
             swept: Indices of tables that it sends completely.
             changes: Differences of the model from that of ``parent``. None if the model is unchanged.
         """
-        tier, attached = self._tier, self._attached
-        schema, layout, whole = attached.schema, attached.layout, tuple(swept)
+        attached = self._attached
+        new = Opening(attached.schema, self._world, parent, tuple(swept), attached.layout, changes)
         if self._tiers is not None:
-            return self._tiers.claim(schema, self._world, parent, whole, layout, changes)
-        log_, control, dense, objects = tier.log, tier.control, tier.dense, tier.objects
-        rest = (tier.config, schema, self._world, parent, whole)
-        nonce, after = self.nonce, self.after
-        claim = claim_generation(
-            log_, control, dense, objects, *rest, layout=layout, changes=changes, nonce=nonce, after=after
-        )
+            return self._tiers.claim(new)
+        claim = claim_generation(self._tier, replace(new, nonce=self.nonce, after=self.after))
         self.nonce, self.after = uuid.uuid4().hex, None
         return claim
 

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StreamLostError,
 )
+from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.claim_features import ALIGNED, DENSE_PROOF, KNOWN
 from torchrec_stream_ckpt.format.claim_references import brief, nobodys
@@ -31,7 +32,6 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.gaps import StreamName, check_gaps
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.log.stream import Strays
-from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.layout import MAX_GENERATION
@@ -177,43 +177,38 @@ def _mark_places(claim: Claim, ends: Sequence[RankEnd], lineage: Lineage, older:
     ]
 
 
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Generation that rank 0 is to claim."""
+
+    schema: Schema
+    """The job's tables, by their index on the lineage. With ``changes``, tables that continue have their ids."""
+    world: int
+    """Number of ranks."""
+    parent: MarkerId | None
+    """The marker that it is based on."""
+    swept: tuple[int, ...]
+    """Indices of tables that it sends completely."""
+    layout: RankShards | None
+    """Shards of each rank; None if they are too many for a CLAIM."""
+    changes: ClaimChanges | None = None
+    """Declared changes of the model; None if the tables are those of the parent."""
+    nonce: str | None = None
+    """Nonce of the CLAIM, for a caller that retries one that may have been written; None for a new nonce."""
+    after: str | None = None
+    """The newest CLAIM must have this nonce or :attr:`nonce`; None if it may have any."""
+
+
 def claim_generation(
-    log_: Log,
-    control: Control,
-    dense: DenseStore,
-    objects: Objects,
-    config: StreamConfig,
-    schema: Schema,
-    world: int,
-    parent: MarkerId | None,
-    swept: tuple[int, ...],
-    *,
-    layout: RankShards | None,
-    changes: ClaimChanges | None = None,
-    least: int = 1,
-    twin: Claim | None = None,
-    nonce: str | None = None,
-    after: str | None = None,
-    near: Log | None = None,
+    tier: Tier, new: Opening, *, least: int = 1, twin: Claim | None = None, near: Log | None = None
 ) -> Claim:
     """(rank 0) Prepare the log and the store, and claim the next generation.
 
     Args:
-        log_: The log.
-        control: Its control partition.
-        dense: Store of the dense state of the log's markers.
-        objects: Object store that holds it.
-        config: Configuration of this log.
-        schema: The job's tables, by their index on the lineage. With ``changes``, tables that continue have their ids.
-        world: Number of ranks.
-        parent: The marker that the generation is based on.
-        swept: Indices of tables that it sends completely.
-        layout: Shards of each rank; None if they are too many for a CLAIM.
-        changes: Declared changes of the model; None if the tables are those of the parent.
+        tier: The log and its store.
+        new: The generation.
         least: Minimum number of the generation.
         twin: CLAIM on the outer tier; this log gets the same one.
-        nonce: Nonce of the CLAIM, for a caller that retries one that may have been written; None for a new nonce.
-        after: The newest CLAIM must have this nonce or ``nonce``; None if it may have any.
         near: The log that the ranks write to, from which a relay copies to this one; None: this one.
 
     Raises:
@@ -225,13 +220,14 @@ def claim_generation(
         MarkerNotFoundError: the parent was given up after it was restored.
         StoreUnavailableError: the store cannot be written.
     """
+    log_, control, config, parent = tier.log, tier.control, tier.config, new.parent
     parsed = parse_uri(config.uris[-1])
-    lineage = check_whole(log_, control, parsed, objects, alone=twin is None)
-    if after is not None:
-        check_newest(lineage, {after, nonce})
+    lineage = check_whole(log_, control, parsed, tier.objects, alone=twin is None)
+    if new.after is not None:
+        check_newest(lineage, {new.after, new.nonce})
     newest = lineage.claims.get(lineage.newest_generation)
     claimed = Incarnation(newest.incarnation, newest.partitions) if newest is not None else None
-    incarnation = log_.prepare(world, claimed=claimed)
+    incarnation = log_.prepare(new.world, claimed=claimed)
     if parent in lineage.given_up:
         lineage.find(parent)  # raises: it was given up after it was restored
     if parent is None and lineage.commits:
@@ -253,24 +249,24 @@ def claim_generation(
     claim = Claim(
         job=job,
         generation=generation,
-        nonce=twin.nonce if twin is not None else nonce or uuid.uuid4().hex,
+        nonce=twin.nonce if twin is not None else new.nonce or uuid.uuid4().hex,
         name=parsed.job if isinstance(parsed, KafkaUri) else "",
         parent=parent,
-        world=world,
+        world=new.world,
         partitions=incarnation.partitions,
         incarnation=incarnation.id,
-        schema=twin.schema if twin is not None else _with_ids(schema, before, changes, job, generation),
-        swept=swept,
+        schema=twin.schema if twin is not None else _with_ids(new.schema, before, new.changes, job, generation),
+        swept=new.swept,
         time_s=twin.time_s if twin is not None else time.time(),
-        layout=layout,
-        changes=twin.changes if twin is not None else changes,
+        layout=new.layout,
+        changes=twin.changes if twin is not None else new.changes,
         announces=twin.announces if twin is not None else _announced(config, near or log_),
     )
     if before is not None:
-        check_follows(before, claim.schema, swept, generation)
+        check_follows(before, claim.schema, new.swept, generation)
     claim = brief(claim, lineage.claims)
-    last, store = lineage.newest, config.store_url if config.store else ""
-    dense.prepare(claim.job, held=last is not None and last.store == store)
+    last = lineage.newest
+    tier.dense.prepare(claim.job, held=last is not None and last.store == tier.store_url)
     control.claim(claim)
     return claim
 

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.format.rows import Array, RowLayout, view_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
-from torchrec_stream_ckpt.save.generation import claim_generation
+from torchrec_stream_ckpt.save.generation import Opening, claim_generation
 from torchrec_stream_ckpt.store.dense import name_files
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import dense_name
@@ -83,9 +83,7 @@ def write_import(
     control, dense, config = tier.control, tier.dense, tier.config
     unfinished = check_may_import(control.refresh(), config.uris[-1])
     layout, swept, nonce = RankShards.of([shards]), tuple(range(len(schema.tables))), import_nonce()
-    claim = claim_generation(
-        tier.log, control, dense, tier.objects, config, schema, 1, None, swept, layout=layout, nonce=nonce
-    )
+    claim = claim_generation(tier, Opening(schema, 1, None, swept, layout, nonce=nonce))
     check_may_import(control.lineage, config.uris[-1])  # another one may have ended before that CLAIM
     end = write_stream(tier.log, claim, shards, batches, step, config.commit_timeout_s)
     failpoint("import.rows")

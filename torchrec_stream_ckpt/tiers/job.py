@@ -7,16 +7,13 @@ from collections.abc import Callable
 from typing import Protocol
 
 from torchrec_stream_ckpt.find.job import Tier, open_tier
-from torchrec_stream_ckpt.find.tiers import TieredJob, Tiers
-from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.find.tiers import Tiers
 from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.format.rank_shards import RankShards
-from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.ranks.collective import Team
+from torchrec_stream_ckpt.save.generation import Opening
 from torchrec_stream_ckpt.tiers.two_claims import claim_both
 from torchrec_stream_ckpt.util.config import StreamConfig
-from torchrec_stream_ckpt.util.types import MarkerId
 
 log = logging.getLogger(__name__)
 
@@ -30,7 +27,7 @@ class Relaying(Protocol):
     def close(self, timeout_s: float) -> bool: ...
 
 
-class Tiered(TieredJob):
+class Tiered:
     """The outer tier of one rank's job, in addition to the inner tier that it writes to.
 
     Args:
@@ -40,7 +37,8 @@ class Tiered(TieredJob):
     """
 
     def __init__(self, config: StreamConfig, tiers: Tiers, relay: Callable[[StreamConfig], Relaying]) -> None:
-        super().__init__(tiers)
+        self.logs = tiers
+        """Both logs, open."""
         self._config = config
         self._begin_relay = relay
         self._relay: Relaying | None = None
@@ -66,15 +64,7 @@ class Tiered(TieredJob):
         """(rank 0) The control partition that decides."""
         return self.logs.outer.control
 
-    def claim(
-        self,
-        schema: Schema,
-        world: int,
-        parent: MarkerId | None,
-        swept: tuple[int, ...],
-        layout: RankShards | None,
-        changes: ClaimChanges | None = None,
-    ) -> Claim:
+    def claim(self, new: Opening) -> Claim:
         """(rank 0) Own the next generation on both tiers; returns the inner CLAIM.
 
         Raises:
@@ -82,9 +72,7 @@ class Tiered(TieredJob):
             LogUnavailableError, StoreUnavailableError: a tier does not answer.
         """
         self._let_go(self._config.commit_timeout_s)  # (reshard) the rest of the parent is copied below
-        mine, _ = claim_both(self.logs, schema, world, parent, swept, self.seen, layout=layout, changes=changes)
-        self.seen = mine.generation
-        return mine
+        return claim_both(self.logs, new)[0]
 
     def start_relay(self) -> None:
         """(rank 0) Start copying, in a separate process."""

@@ -13,17 +13,13 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
-from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.find.tiers import Tiers, TierState
-from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
-from torchrec_stream_ckpt.format.rank_shards import RankShards
-from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.save.generation import claim_generation
+from torchrec_stream_ckpt.save.generation import Opening, claim_generation
 from torchrec_stream_ckpt.store.pins import note_reached
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.tiers.relay import LOCK_TIMEOUT_S, Relay
@@ -32,28 +28,12 @@ from torchrec_stream_ckpt.util.types import MarkerId
 log = logging.getLogger(__name__)
 
 
-def claim_both(
-    tiers: Tiers,
-    schema: Schema,
-    world: int,
-    parent: MarkerId | None,
-    swept: Sequence[int],
-    seen: int | None = None,
-    *,
-    layout: RankShards | None,
-    changes: ClaimChanges | None = None,
-) -> tuple[Claim, Claim]:
+def claim_both(tiers: Tiers, new: Opening) -> tuple[Claim, Claim]:
     """(rank 0) Own the next generation on both logs.
 
     Args:
-        tiers: Both logs.
-        schema: The job's tables.
-        world: Number of ranks.
-        parent: The marker on which the generation is to be based.
-        swept: Tables that the generation sends whole if it has the parent.
-        seen: The newest generation at the time ``parent`` was chosen; None if any is accepted.
-        layout: Shards that each rank holds; None if there are too many for a CLAIM.
-        changes: Changes to the model that the restore declared; None if the tables are those of the parent.
+        tiers: Both logs. If a restore has chosen the parent, no other trainer may have claimed a generation since.
+        new: The generation. Its tables are those that it sends whole if it has the parent.
 
     Returns:
         The inner and the outer CLAIM. If a parent was requested but neither has one, all tables are ``swept``.
@@ -62,15 +42,15 @@ def claim_both(
         FencedError: another trainer was first.
         LogUnavailableError, StoreUnavailableError, ConfigError: as :func:`claim_generation`, of either tier.
     """
-    inner, outer = tiers.inner, tiers.outer
-    outer.log.prepare(world)
-    inner.log.prepare(world)
+    inner, outer, parent = tiers.inner, tiers.outer, new.parent
+    outer.log.prepare(new.world)
+    inner.log.prepare(new.world)
     if parent is not None and parent not in TierState.read(tiers).outer.commits:
         relay_parent(tiers, parent)
     with RelayLock(tiers.folder).hold(LOCK_TIMEOUT_S):
         state = TierState.read(tiers)
         if parent is not None and (why := _why_no_parent(state, parent)):
-            if seen is not None and state.generation != seen:
+            if tiers.seen is not None and state.generation != tiers.seen:
                 raise FencedError(
                     f"another trainer has claimed generation {state.generation} since marker {parent} was restored",
                     hint="stop one of the two trainers: only one may run a job",
@@ -81,19 +61,14 @@ def claim_both(
                 parent,
                 why,
             )
-            parent, swept = None, range(len(schema.tables))
-        if parent is not None:
+            new = replace(new, parent=None, swept=tuple(range(len(new.schema.tables))))
+        elif parent is not None:
             _adopt(tiers, state, parent)
-        rest = (schema, world, parent, tuple(swept))
-        least = state.inner.next_generation
-        theirs = _claim(outer, *rest, layout=layout, changes=changes, least=least, near=inner.log)
+        theirs = claim_generation(outer, new, least=state.inner.next_generation, near=inner.log)
         note_reached(inner.objects, theirs.job, MarkerId(theirs.generation, 0), tiers.every)
-        mine = _claim(inner, *rest, layout=layout, twin=theirs)
+        mine = claim_generation(inner, new, twin=theirs)
+        tiers.seen = mine.generation
     return mine, theirs
-
-
-def _claim(tier: Tier, *rest: Any, **how: Any) -> Claim:
-    return claim_generation(tier.log, tier.control, tier.dense, tier.objects, tier.config, *rest, **how)
 
 
 def relay_parent(tiers: Tiers, parent: MarkerId) -> None:
