@@ -226,7 +226,7 @@ def test_a_row_wise_state_beside_weights_of_other_columns_is_refused(log: Path, 
 def test_columns_are_checked_whatever_is_loaded_first_and_not_by_an_earlier_model(log: Path) -> None:
     reader = StreamReader(f"file://{log}")
     look, columns, states = reader._looked(), reader._columns, reader._states
-    table = look.entries.tables[WIDE].table
+    table, _ = look.entries.tables[WIDE]
     columns[table] = {(0, 11), (11, 11), (22, 10)}  # of a model of three ranks
     dcp.load(plain(), storage_reader=reader, no_dist=True)
     assert columns[table] == {(0, 32)}

@@ -36,8 +36,8 @@ def job(tmp_path: Path) -> Job:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--scrub-bytes-per-s", "0"], "'0' is not a rate"),
-        (["--scrub-bytes-per-s", "-20MB"], "'-20MB' is not a rate"),
+        (["--scrub-bytes-per-s", "0"], "'0' is not a size"),
+        (["--scrub-bytes-per-s", "-20MB"], "'-20MB' is not a size"),
         (
             ["--scrub-bytes-per-s", "20MB", "--once"],
             "--scrub-bytes-per-s scrubs while the command waits, but --once does not wait",

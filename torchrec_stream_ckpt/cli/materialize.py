@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.store.identity import prepare_store, refuses_taken_nam
 from torchrec_stream_ckpt.util.layout import RELAY_LOCK, WITHOUT_OUTER
 from torchrec_stream_ckpt.util.metrics import labels_of, serve_metrics
 from torchrec_stream_ckpt.util.service import Event
-from torchrec_stream_ckpt.util.units import parse_rate
+from torchrec_stream_ckpt.util.units import parse_size
 from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
 
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
@@ -222,7 +222,7 @@ def materialize_log(
     if once and until_closed:
         raise ConfigError("--once and --until-closed exclude each other", hint="omit one of the two")
     policy = Policy(rebase=rebase, compact=compact)
-    rate = parse_rate(scrub_bytes_per_s) if scrub_bytes_per_s is not None else None
+    rate = parse_size(scrub_bytes_per_s) if scrub_bytes_per_s is not None else None
     if rate is not None and once:
         raise ConfigError(
             "--scrub-bytes-per-s scrubs while the command waits, but --once does not wait",

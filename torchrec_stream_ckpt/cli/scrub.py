@@ -36,7 +36,7 @@ from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage, Scrubber
 from torchrec_stream_ckpt.store.identity import check_store, has_job, some_jobs_in
 from torchrec_stream_ckpt.util.service import Stopped
-from torchrec_stream_ckpt.util.units import parse_rate, size
+from torchrec_stream_ckpt.util.units import parse_size, size
 
 _THREADS = 8
 _KINDS = ("claims", "dense", "dropped", "folds", "manifests", "segments")
@@ -78,7 +78,7 @@ def scrub_store(
     pieces of the store, an interval or a manifest from the log, dense state from the trainer's place for it. Nothing is
     ever deleted. Exit status 1 means that a damaged object was not repaired, or that the scrub was ended early.
     """
-    rate = parse_rate(bytes_per_s) if bytes_per_s is not None else None
+    rate = parse_size(bytes_per_s) if bytes_per_s is not None else None
     _check(uri, store, no_log=no_log, repair=repair)
     run = _Run(rate, repair=repair, anew=anew, quiet=json, access=access, engine=EngineName.parse(engine))
     with stopping(run.stop):

@@ -87,17 +87,3 @@ def parse_duration(text: float | str) -> float:
     if isinstance(text, bool) or not math.isfinite(text) or text < 0:
         raise ConfigError(f"{text!r} is not a duration", hint="pass seconds, or text such as 24h")
     return float(text)
-
-
-def parse_rate(text: str) -> int:
-    """Parse bytes per second from ``20MB``, ``800kB`` or ``4096``.
-
-    Raises:
-        ConfigError: The text is not a rate above zero.
-    """
-    try:
-        return parse_size(text)
-    except ConfigError:
-        raise ConfigError(
-            f"{text!r} is not a rate", hint="write bytes per second, above zero, such as 20MB or 800kB"
-        ) from None

@@ -7,7 +7,6 @@ The folder holds::
     data/               Kafka's own files
     broker.log          output of the broker; each start appends to it
     broker.json         the running process: pid, birth of that pid, address
-    broker.pid          the pid alone, for people
     broker.lock         held while starting and stopping
     clients/, security/ of a secure broker: see :mod:`~torchrec_stream_ckpt.extras.broker.security`
 """
@@ -125,7 +124,6 @@ class Broker:
         self._properties = self._dir / "server.properties"
         self._log = self._dir / "broker.log"
         self._state = self._dir / "broker.json"
-        self._pid_file = self._dir / "broker.pid"
         self._security = Security(self._dir)
 
     def status(self) -> BrokerStatus:
@@ -202,7 +200,6 @@ class Broker:
                 return False
             stopped = self._end(process, timeout_s)
             self._state.unlink(missing_ok=True)
-            self._pid_file.unlink(missing_ok=True)
             return stopped
 
     @contextmanager
@@ -314,7 +311,6 @@ class Broker:
             command = [*_tether(die_with), *command]
         process = spawn(command, self._log)
         _write(self._state, json.dumps({"pid": process.pid, "birth": process.birth, "ports": self._ports()}) + "\n")
-        _write(self._pid_file, f"{process.pid}\n")
         return process
 
     def _await_ready(self, process: ProcessId, timeout_s: float) -> None:

@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, failure_of
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.inner import TableReader, TableWindow
+from torchrec_stream_ckpt.util.types import TableSpec
 
 Path_ = tuple[str, ...]
 """Path of an entry in the nested state dict."""
@@ -115,14 +116,11 @@ def write_dcp(
         Names of the files.
     """
     planner = _Planner([chunk for reader in readers for chunk in _chunks(reader, keys, states=states)], progress)
-    aliases = {}
-    for reader in readers:
-        name = TorchRecName.of(reader.spec)
-        first, second = name.keys
-        aliases[".".join(keys.of_model(first))] = keys.of_model(second)
-        for position, state in enumerate(reader.spec.states if states else ()):
-            called = name.state_key(position, state.name)
-            aliases[".".join(keys.of_state(first, called))] = keys.of_state(second, called)
+    aliases = {
+        ".".join(each.path): each.alias
+        for reader in readers
+        for each in table_entries(reader.spec, keys, states=states)
+    }
     writer = _TableWriter(folder, aliases)
     try:
         with warnings.catch_warnings():
@@ -148,24 +146,42 @@ def nested(dense: DenseTensors, keys: Keys, *, states: bool) -> dict[str, Any]:
     return nested
 
 
+@dataclass(frozen=True, slots=True)
+class TableEntry:
+    """Weights or one state of a table, under two names: a log does not record which of them the job has."""
+
+    state: int | None
+    """Number of the state; None for the weights."""
+    dtype: torch.dtype
+    per_row: bool
+    """True for a state with one value a row."""
+    path: Path_
+    alias: Path_
+
+
+def table_entries(spec: TableSpec, keys: Keys, *, states: bool) -> Iterator[TableEntry]:
+    """Yield the entries of a table."""
+    name = TorchRecName.of(spec)
+    first, second = name.keys
+    yield TableEntry(None, getattr(torch, spec.dtype), False, keys.of_model(first), keys.of_model(second))
+    for position, state in enumerate(spec.states if states else ()):
+        called = name.state_key(position, state.name)
+        paths = keys.of_state(first, called), keys.of_state(second, called)
+        yield TableEntry(position, getattr(torch, state.dtype), state.per_row, *paths)
+
+
 def _chunks(reader: TableReader, keys: Keys, *, states: bool) -> Iterator[_Chunk]:
     """Yield the chunks, window by window. A table with row-wise state is cut at its column shards, to keep them
     distinguishable."""
-    spec, name = reader.spec, TorchRecName.of(reader.spec)
-    weight = name.keys[0]
-    slices = reader.slices or ((0, spec.dim),)
-    entries: list[tuple[int | None, Path_, str, bool]] = [(None, keys.of_model(weight), spec.dtype, False)]
-    for position, state in enumerate(spec.states if states else ()):
-        path = keys.of_state(weight, name.state_key(position, state.name))
-        entries.append((position, path, state.dtype, state.per_row))
+    spec = reader.spec
+    slices, entries = reader.slices or ((0, spec.dim),), list(table_entries(spec, keys, states=states))
     for row0, rows in reader.windows():
-        for number, path, dtype, per_row in entries:
+        for entry in entries:
             for shard, (col0, cols) in enumerate(slices):
-                size = (spec.rows * len(slices),) if per_row else (spec.rows, spec.dim)
-                offsets = (shard * spec.rows + row0,) if per_row else (row0, col0)
-                sizes = (rows,) if per_row else (rows, cols)
-                kind = getattr(torch, dtype)
-                yield _Chunk(path, kind, size, offsets, sizes, reader, row0, rows, shard, number)
+                size = (spec.rows * len(slices),) if entry.per_row else (spec.rows, spec.dim)
+                offsets = (shard * spec.rows + row0,) if entry.per_row else (row0, col0)
+                sizes = (rows,) if entry.per_row else (rows, cols)
+                yield _Chunk(entry.path, entry.dtype, size, offsets, sizes, reader, row0, rows, shard, entry.state)
 
 
 class _Planner(DefaultSavePlanner):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from torchrec_stream_ckpt.errors import ColumnResplitError
-from torchrec_stream_ckpt.extras.interchange.dcp import Keys, Path_, nested
+from torchrec_stream_ckpt.extras.interchange.dcp import Keys, TableEntry, nested, table_entries
 from torchrec_stream_ckpt.extras.interchange.dcp_dense import ComparedReader
-from torchrec_stream_ckpt.extras.interchange.names import TorchRecName, nearest
+from torchrec_stream_ckpt.extras.interchange.names import nearest
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
@@ -30,22 +30,12 @@ Slices = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True, slots=True)
-class TableEntry:
-    """Weights or one state of a table."""
-
-    table: int
-    """Index in the schema."""
-    state: int | None
-    """Number of the state; None for the weights."""
-
-
-@dataclass(frozen=True, slots=True)
 class MarkerEntries:
     """All entries of a marker."""
 
     metadata: Metadata
-    tables: Mapping[str, TableEntry]
-    """Entries by key. A table has two keys for each."""
+    tables: Mapping[str, tuple[int, TableEntry]]
+    """(index of the table in the schema, entry) by key. A table has two keys for each."""
     slices: Mapping[int, Slices]
     """Column shards of each table, ascending. A row-wise state has the values of one shard after those of the other."""
     dense: Mapping[str, str]
@@ -127,49 +117,23 @@ def entries_of(
             if not isinstance(value, torch.Tensor):
                 found[key] = BytesStorageMetadata()
     metadata.state_dict_metadata = found
-    tables = _TableEntries(schema, shards, keys)
-    found.update(tables.saved)
-    metadata.planner_data.update({".".join(path): path for path in tables.paths})
-    return MarkerEntries(metadata, tables.entries, tables.slices, in_files, values)
+    held: dict[int, set[tuple[int, int]]] = {}
+    for shard in shards:
+        held.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+    slices = {index: sorted(held.get(index, {(0, spec.dim)})) for index, spec in schema.live}
+    tables: dict[str, tuple[int, TableEntry]] = {}
+    for index, spec in schema.live:
+        for entry in table_entries(spec, keys, states=True):
+            for path in (entry.path, entry.alias):
+                key = ".".join(path)
+                metadata.planner_data[key], tables[key] = path, (index, entry)
+                found[key] = _saved(spec, entry, slices[index])
+    return MarkerEntries(metadata, tables, slices, in_files, values)
 
 
-@dataclass
-class _TableEntries:
-    """The entries of all tables."""
-
-    schema: Schema
-    shards: Iterable[TableShard]
-    keys: Keys
-    paths: list[Path_] = field(default_factory=list)
-    saved: dict[str, TensorStorageMetadata] = field(default_factory=dict)
-    entries: dict[str, TableEntry] = field(default_factory=dict)
-    slices: dict[int, Slices] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        held: dict[int, set[tuple[int, int]]] = {}
-        for shard in self.shards:
-            held.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-        for index, spec in self.schema.live:
-            self.slices[index] = sorted(held.get(index, {(0, spec.dim)}))
-            name = TorchRecName.of(spec)
-            for weight in name.keys:
-                self._add(self.keys.of_model(weight), index, None)
-                for position, state in enumerate(spec.states):
-                    path = self.keys.of_state(weight, name.state_key(position, state.name))
-                    self._add(path, index, position)
-
-    def _add(self, path: Path_, index: int, position: int | None) -> None:
-        key = ".".join(path)
-        self.paths.append(path)
-        self.entries[key] = TableEntry(index, position)
-        self.saved[key] = _saved(self.schema.tables[index], position, self.slices[index])
-
-
-def _saved(spec: TableSpec, position: int | None, slices: Slices) -> TensorStorageMetadata:
+def _saved(spec: TableSpec, entry: TableEntry, slices: Slices) -> TensorStorageMetadata:
     """Return the size and chunks of an entry: a chunk for each column shard."""
-    state = spec.states[position] if position is not None else None
-    dtype = getattr(torch, state.dtype if state is not None else spec.dtype)
-    if state is not None and state.per_row:
+    if entry.per_row:
         row_size = _RowStateSize((spec.rows * len(slices),))
         row_size.name, row_size.rows = spec.name, max(1, spec.rows)
         size = cast(torch.Size, row_size)  # torch.Size cannot be subclassed
@@ -180,4 +144,4 @@ def _saved(spec: TableSpec, position: int | None, slices: Slices) -> TensorStora
         size = torch.Size((spec.rows, spec.dim))
         places = [((0, col0), (spec.rows, cols)) for col0, cols in slices]
     chunks = [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in places]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
+    return TensorStorageMetadata(TensorProperties(dtype=entry.dtype), size, chunks)

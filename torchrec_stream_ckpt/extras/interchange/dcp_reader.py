@@ -237,7 +237,7 @@ class StreamReader(StorageReader):
         regions: dict[TableShard, Region] = {}
         taken = []
         for item in items:
-            entry = look.entries.tables[item.storage_index.fqn]
+            _, entry = look.entries.tables[item.storage_index.fqn]
             shard, tensor = region_of(look, item), planner.resolve_tensor(item).detach()
             shape = (shard.rows,) if tensor.dim() == 1 else (shard.rows, shard.cols)
             assert tuple(tensor.shape) == shape, f"{item.storage_index.fqn}: {tuple(tensor.shape)} for {shape}"
@@ -257,23 +257,21 @@ class StreamReader(StorageReader):
     def _check_columns(self, look: _Look, items: Iterable[ReadItem]) -> None:
         """Refuse state of column shards if the tensors are visibly cut in another way."""
         pieces: dict[tuple[MetadataIndex, int], list[tuple[int, int]]] = {}
-        states: dict[int, set[int]] = {}
+        states: set[int] = set()
         for item in items:
-            entry, shard = look.entries.tables[fqn_of(item)], region_of(look, item)
-            spec = look.route.schema.tables[entry.table]
+            (table, entry), shard = look.entries.tables[fqn_of(item)], region_of(look, item)
             if entry.state is None:
                 begin = shard.col0 - item.dest_offsets[1]
-                pieces.setdefault((item.dest_index, entry.table), []).append((begin, shard.col0 + shard.cols))
-            elif spec.states[entry.state].per_row:
-                slices = look.entries.slices[entry.table]
-                states.setdefault(entry.table, set()).add(slices.index((shard.col0, shard.cols)))
+                pieces.setdefault((item.dest_index, table), []).append((begin, shard.col0 + shard.cols))
+            elif entry.per_row:
+                states.add(table)
         for table in {table for _, table in pieces}:
             self._columns[table] = set()  # perhaps of another model, into which this reader has loaded before
         for (_, table), of_one in pieces.items():
             begin, end = min(first for first, _ in of_one), max(last for _, last in of_one)
             self._columns[table].add((begin, end - begin))
         self._states.update(states)
-        for table in states.keys() | {table for _, table in pieces}:
+        for table in states | {table for _, table in pieces}:
             self._check_table(look, table)
 
     def _check_table(self, look: _Look, table: int) -> None:
@@ -308,15 +306,15 @@ def fqn_of(item: ReadItem) -> str:
 
 def region_of(look: _Look, item: ReadItem) -> TableShard:
     """Return the rows and columns of its table that an item reads; for a row-wise state, the columns of its shard."""
-    entry = look.entries.tables[fqn_of(item)]
+    table, _ = look.entries.tables[fqn_of(item)]
     offset = item.storage_index.offset
     assert offset is not None
     if len(offset) == 2:
         row0, col0 = (begin + more for begin, more in zip(offset, item.storage_offsets, strict=True))
-        return TableShard(entry.table, row0, item.lengths[0], col0, item.lengths[1])
-    rows = max(1, look.route.schema.tables[entry.table].rows)
-    col0, cols = look.entries.slices[entry.table][offset[0] // rows]
-    return TableShard(entry.table, item.storage_offsets[0], item.lengths[0], col0, cols)
+        return TableShard(table, row0, item.lengths[0], col0, item.lengths[1])
+    rows = max(1, look.route.schema.tables[table].rows)
+    col0, cols = look.entries.slices[table][offset[0] // rows]
+    return TableShard(table, item.storage_offsets[0], item.lengths[0], col0, cols)
 
 
 def _hand_over(item: ReadItem, value: Any, planner: LoadPlanner) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
@@ -93,7 +93,11 @@ def export(
         about = {"job": commit.job.hex(), "marker": str(commit.id), "step": str(commit.step)}
         states = options.states if options.states is not None else target.format != "parquet"
         if target.format == "dcp":
-            files = _write_dcp(folder, readers, dense(), options, progress, states=states)
+            from torchrec_stream_ckpt.extras.interchange.dcp import Keys, write_dcp
+            from torchrec_stream_ckpt.extras.interchange.dense_state import read_dense
+
+            keys = Keys(options.model_key, options.optimizer_key)
+            files = write_dcp(folder, readers, read_dense(dense()), states=states, keys=keys, progress=progress)
         elif target.format == "safetensors":
             files = write_safetensors(
                 folder, readers, states=states, shard_bytes=options.shard_bytes, about=about, progress=progress
@@ -111,32 +115,9 @@ def export(
         )
 
 
-def _write_dcp(
-    folder: Path,
-    readers: Sequence[TableReader],
-    dense: Path,
-    options: ExportOptions,
-    progress: Callable[[int], None],
-    *,
-    states: bool,
-) -> list[str]:
-    from torchrec_stream_ckpt.extras.interchange.dcp import Keys, write_dcp
-    from torchrec_stream_ckpt.extras.interchange.dense_state import read_dense
-
-    keys = Keys(options.model_key, options.optimizer_key)
-    return write_dcp(folder, readers, read_dense(dense), states=states, keys=keys, progress=progress)
-
-
 def _require(format_: str) -> None:
     """Report missing packages before anything is read."""
-    hints = {
-        "dcp": ("torch", TORCH_HINT),
-        "parquet": ("pyarrow", "pip install 'torchrec_stream_ckpt[export]'"),
-    }
-    if format_ not in hints:
-        return
-    library, hint = hints[format_]
-    try:
-        importlib.import_module(library)
-    except ModuleNotFoundError:
-        raise ConfigError(f"{format_}:// needs {library}", hint=hint) from None
+    hints = {"torch": TORCH_HINT, "pyarrow": "pip install 'torchrec_stream_ckpt[export]'"}
+    library = {"dcp": "torch", "parquet": "pyarrow"}.get(format_)
+    if library is not None and find_spec(library) is None:
+        raise ConfigError(f"{format_}:// needs {library}", hint=hints[library])
