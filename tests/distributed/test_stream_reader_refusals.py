@@ -165,12 +165,11 @@ def test_what_is_no_marker_and_no_log_is_refused(tmp_path: Path) -> None:
 # Keys.
 
 
-def test_a_key_that_the_marker_lacks_is_refused_with_those_that_look_like_it(log: Path) -> None:
+def test_a_key_that_the_marker_lacks_is_refused_by_name(log: Path) -> None:
     wrong = USER.replace("t_user", "t_users")
     failure = failure_alone({wrong: torch.zeros(211, 16)}, {"uri": f"file://{log}"})
     assert isinstance(failure, RuntimeError)
     assert str(failure).startswith(f"Missing key in checkpoint state_dict: {wrong}.")
-    assert repr(USER) in str(failure)
 
 
 def test_a_partial_load_leaves_what_the_marker_lacks_and_fills_the_rest(
@@ -185,7 +184,7 @@ def test_a_partial_load_leaves_what_the_marker_lacks_and_fills_the_rest(
 
 def test_keys_below_another_key_are_told(log: Path) -> None:
     failure = failure_alone({"model": plain()}, {"uri": f"file://{log}"})
-    assert repr(USER) in str(failure) or "embedding_bags" in str(failure)
+    assert "embedding_bags" in str(failure)
     failure = failure_alone({USER: torch.zeros(211, 8)}, {"uri": f"file://{log}"})
     assert isinstance(failure, ValueError)
     assert "Size mismatch" in str(failure)

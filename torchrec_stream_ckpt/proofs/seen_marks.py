@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
@@ -200,24 +201,19 @@ def digests_of(said: RankReport, tables: Sequence[tuple[int | None, int]]) -> li
         CorruptionError: The proof has more or fewer digests than its shards have.
     """
     assert said.proof is not None
-    window, numbers, found, at = said.proof.window, said.proof.numbers(), [], 0
+    window, numbers, found = said.proof.window, said.proof.numbers(), []
     for shard in said.shards:
         id_, sections = tables[shard.table]
         blocks = window.blocks(id_, shard.row0, shard.row0 + shard.rows) if id_ is not None else np.empty(0, np.int64)
-        count = len(blocks) * sections
-        found.append(
-            (
-                shard,
-                blocks,
-                numbers[at : at + count].reshape(-1, sections)
-                if at + count <= len(numbers)
-                else numbers[:0].reshape(0, sections),
-            )
-        )
-        at += count
-    if at != len(numbers):
-        raise CorruptionError(f"a proof has {len(numbers)} digests, but its shards require {at}")
-    return found
+        found.append((shard, blocks, sections))
+    ends = [*accumulate(len(blocks) * sections for _, blocks, sections in found)]
+    if (ends[-1] if ends else 0) != len(numbers):
+        raise CorruptionError(f"a proof has {len(numbers)} digests, but its shards require {ends[-1] if ends else 0}")
+    parts = np.split(numbers, ends[:-1])
+    return [
+        (shard, blocks, part.reshape(-1, sections))
+        for (shard, blocks, sections), part in zip(found, parts, strict=False)
+    ]
 
 
 def blocks_of(shard: TableShard) -> tuple[int, int]:

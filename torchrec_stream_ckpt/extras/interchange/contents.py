@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -289,7 +290,7 @@ def _table(
     rows, dim = saved.size
     slices = tuple(sorted({(chunk.offsets[1], chunk.sizes[1]) for chunk in saved.chunks if 0 not in chunk.sizes}))
     area = sum(chunk.sizes[0] * chunk.sizes[1] for chunk in saved.chunks)
-    if area != rows * dim or [col0 for col0, _ in slices] != _edges(slices) or sum(cols for _, cols in slices) != dim:
+    if area != rows * dim or [*(col0 for col0, _ in slices), dim] != [0, *accumulate(cols for _, cols in slices)]:
         raise UnsupportedError(f"the chunks of {weight} do not tile its columns", **where)
     specs, keys = [], []
     for position, state in enumerate(_states_of(optimizer, fused.keys() - {"iter"}, name)):
@@ -316,14 +317,6 @@ def _table(
         keys.append(key)
     spec = TableSpec(name.spec_name, rows, dim, _dtype(saved, weight), optimizer, tuple(specs))
     return SavedTable(spec, weight, tuple(keys), slices)
-
-
-def _edges(slices: tuple[tuple[int, int], ...]) -> list[int]:
-    """Return the first column that each slice must have if they lie side by side."""
-    edges = [0]
-    for _, cols in slices:
-        edges.append(edges[-1] + cols)
-    return edges[:-1]
 
 
 def _states_of(optimizer: str, found: set[str], name: TorchRecName) -> tuple[str, ...]:

@@ -3,7 +3,6 @@ each."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -21,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
 from torchrec_stream_ckpt.errors import ColumnResplitError
 from torchrec_stream_ckpt.extras.interchange.dcp import Keys, TableEntry, nested, table_entries
 from torchrec_stream_ckpt.extras.interchange.dcp_dense import ComparedReader
-from torchrec_stream_ckpt.extras.interchange.names import nearest
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TableShard, TableSpec
 
@@ -42,22 +40,6 @@ class MarkerEntries:
     """Key -> entry of the dense files."""
     values: Mapping[str, Any]
     """Key -> value that was read: buffers, and values of optimizers other than tensors."""
-
-
-class _Keys(dict[str, Any]):
-    """The entries by key. DCP refuses a state dict with an unknown key; this class adds similar keys to the error."""
-
-    marker = ""
-
-    def __contains__(self, key: object) -> bool:
-        if super().__contains__(key):
-            return True
-        # ``strict`` is an argument of create_default_local_load_plan, which would otherwise raise "Missing key" itself.
-        if isinstance(key, str) and sys._getframe(1).f_locals.get("strict") is True:
-            raise RuntimeError(
-                f"Missing key in checkpoint state_dict: {key}. Marker {self.marker} has {nearest(key, self)}"
-            )
-        return False
 
 
 class _RowStateSize(tuple[int, ...]):
@@ -83,13 +65,10 @@ def no_exact_state(table: str, here: str, there: str) -> ColumnResplitError:
     )
 
 
-def entries_of(
-    marker: str, schema: Schema, shards: Iterable[TableShard], dense: ComparedReader, keys: Keys
-) -> MarkerEntries:
+def entries_of(schema: Schema, shards: Iterable[TableShard], dense: ComparedReader, keys: Keys) -> MarkerEntries:
     """Name all entries of a marker.
 
     Args:
-        marker: Its name, for errors.
         schema: Its tables.
         shards: Shards that the ranks of its generation held.
         dense: Reader of its dense files.
@@ -104,8 +83,7 @@ def entries_of(
     planner = DefaultSavePlanner()
     planner.set_up_planner(nested(outline, keys, states=True), is_coordinator=True)
     _, metadata = planner.create_global_plan([planner.create_local_plan()])
-    found = _Keys(metadata.state_dict_metadata)
-    found.marker = marker
+    found = metadata.state_dict_metadata
     in_files: dict[str, str] = {}
     values: dict[str, Any] = {}
     for key, value in planner.state_dict.items():
@@ -116,7 +94,6 @@ def entries_of(
             values[key] = value
             if not isinstance(value, torch.Tensor):
                 found[key] = BytesStorageMetadata()
-    metadata.state_dict_metadata = found
     held: dict[int, set[tuple[int, int]]] = {}
     for shard in shards:
         held.setdefault(shard.table, set()).add((shard.col0, shard.cols))

@@ -201,7 +201,7 @@ class StreamReader(StorageReader):
         route = find_marker(job, marker, Damaged(), check_dense_sizes)
         check_vouched(job, route.commit)
         dense = ComparedReader(route.place.nearest(job), route.commit)
-        return _Look(route, entries_of(str(route.marker), route.schema, route.own_shards, dense, self._keys))
+        return _Look(route, entries_of(route.schema, route.own_shards, dense, self._keys))
 
     def _agreed(self, plan: LoadPlan) -> _Look:
         """Return the marker that rank 0 reads."""

@@ -55,15 +55,17 @@ def write_parquet(
     import pyarrow
     import pyarrow.parquet
 
-    names = []
-    for reader in readers:
-        names.append(file_name(reader.spec.name))
+    names = [file_name(reader.spec.name) for reader in readers]
     for reader, name in zip(readers, names, strict=True):
         more = {"table": reader.spec.name, "dtype": reader.spec.dtype, "optimizer": reader.spec.optimizer}
-        with _Closing(pyarrow.parquet, folder / name) as sink:
+        with contextlib.ExitStack() as stack:
+            sink: Any = None
             for row0, rows in list(reader.windows()) or [(0, 0)]:  # a table without rows has a schema, too
                 columns = dict(_columns(pyarrow, reader, reader.read(row0, rows), states=states))
-                sink.write(pyarrow.table(columns).replace_schema_metadata({**about, **more}))
+                group = pyarrow.table(columns).replace_schema_metadata({**about, **more})
+                if sink is None:
+                    sink = stack.enter_context(pyarrow.parquet.ParquetWriter(folder / name, group.schema))
+                sink.write_table(group, row_group_size=max(1, rows))
                 progress(rows * reader.row_bytes)
     return names
 
@@ -146,26 +148,6 @@ class ChangesFile:
         self._parts = []
         with contextlib.suppress(OSError):
             self._writer.close()
-
-
-class _Closing:
-    """A writer that is created with the schema of its first table."""
-
-    def __init__(self, parquet: Any, path: Path) -> None:
-        self._parquet, self._path = parquet, path
-        self._writer: Any = None
-
-    def __enter__(self) -> _Closing:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._writer is not None:
-            self._writer.close()
-
-    def write(self, table: Any) -> None:
-        if self._writer is None:
-            self._writer = self._parquet.ParquetWriter(self._path, table.schema)
-        self._writer.write_table(table, row_group_size=max(1, table.num_rows))
 
 
 def _columns(pyarrow: Any, reader: TableReader, window: TableWindow, *, states: bool) -> Iterator[tuple[str, Any]]:

@@ -90,21 +90,17 @@ def read_file(path: Path) -> Mapping[str, Any]:
     return found
 
 
-def leaves(values: Mapping[str, Any], path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
+def leaves(value: Any, path: Path, keys: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield the values of nested dictionaries, with the keys that lead to each: tensors, :class:`Shards`, or others.
 
     Raises:
         UnsupportedError: a tensor is of a kind that is not imported, or dictionaries are nested without an end.
     """
-    yield from _below((), values, path)
-
-
-def _below(keys: tuple[str, ...], value: Any, path: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
     if isinstance(value, dict):
         if len(keys) == _MOST_LEVELS:
             raise UnsupportedError(f"its dictionaries are nested more than {_MOST_LEVELS} deep", path=path)
         for key, inner in value.items():
-            yield from _below((*keys, str(key)), inner, path)
+            yield from leaves(inner, path, (*keys, str(key)))
     elif isinstance(value, _Sharded):
         yield keys, _shards(value, ".".join(keys), path)
     elif isinstance(value, torch.Tensor):

@@ -10,7 +10,7 @@ is no answer, and `health` judges settings.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 
 import confluent_kafka as ck
@@ -27,11 +27,11 @@ from torchrec_stream_ckpt.log.kafka.presence import Presence
 from torchrec_stream_ckpt.log.kafka.producer import KafkaSender, KafkaWriter
 from torchrec_stream_ckpt.log.kafka.reader import Reader
 from torchrec_stream_ckpt.log.kafka.settings import check_options, data_settings
-from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.util.types import LogSpan
 from torchrec_stream_ckpt.util.uris import KafkaUri, LogUri
 
 
-class KafkaLog:
+class KafkaLog(Presence):
     """A log on a Kafka cluster.
 
     Args:
@@ -45,10 +45,9 @@ class KafkaLog:
     def __init__(self, uri: KafkaUri, options: Mapping[str, str]) -> None:
         check_options(dict(options))
         self.uri: LogUri = uri
-        self._data_topic, self._control_topic = uri.data_topic, uri.control_topic
-        self._brokers = Brokers(uri, options)
-        self._reader = Reader(self._brokers)
-        self._presence = Presence(self._brokers, self._reader)
+        self._control_topic = uri.control_topic
+        brokers = Brokers(uri, options)
+        super().__init__(brokers, Reader(brokers))
         self._control = ControlTopic(self._brokers, self._reader)
 
     def takes_blocks(self) -> bool:
@@ -81,7 +80,7 @@ class KafkaLog:
         self._brokers.require(self._data_topic, partition, "write", LogUnavailableError)
         if resume_at:
             self._brokers.look_around(self._data_topic, [partition])  # the last writer failed
-            self._presence.check_ends([LogSpan(generation, partition, resume_at, resume_at)])
+            self.check_ends([LogSpan(generation, partition, resume_at, resume_at)])
         settings = data_settings(self._brokers.asked, self._brokers.options)
         return KafkaWriter(KafkaSender(self._brokers, self._data_topic, partition, settings))
 
@@ -112,14 +111,6 @@ class KafkaLog:
 
     def place(self, span: LogSpan) -> tuple[str, int]:
         return f"{self._data_topic}[{span.partition}]", span.begin
-
-    def check_there(self, spans: Sequence[LogSpan]) -> None:
-        """Check spans, as :meth:`Presence.check_there`."""
-        self._presence.check_there(spans)
-
-    def check_marks(self, marks: Sequence[MarkPlace]) -> None:
-        """Check MARKs, as :meth:`Presence.check_marks`."""
-        self._presence.check_marks(marks)
 
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
         """Delete records. Kafka deletes only from the front of a partition, here up to the first offset still needed.
