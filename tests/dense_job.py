@@ -131,9 +131,14 @@ OPTIMIZERS: dict[str, Callable[[Parameters, float], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Two sharded tables below a small tower."""
+    """Two sharded tables below a small tower.
 
-    def __init__(self) -> None:
+    Args:
+        width: Of its hidden layer; a wide one has large tensors.
+        norm: Whether a batch norm follows that layer: its forward changes buffers.
+    """
+
+    def __init__(self, width: int = 4, *, norm: bool = False) -> None:
         super().__init__()
         self.ebc = EmbeddingBagCollection(
             device=torch.device("meta"),
@@ -142,7 +147,8 @@ class Net(nn.Module):
                 for name in ("t_one", "t_two")
             ],
         )
-        self.over = nn.Sequential(nn.Linear(16, 4), nn.ReLU(), nn.Linear(4, 1))
+        hidden = [nn.BatchNorm1d(width)] if norm else []
+        self.over = nn.Sequential(nn.Linear(16, width), *hidden, nn.ReLU(), nn.Linear(width, 1))
         self.frozen = nn.Parameter(torch.arange(5.0), requires_grad=False)
 
     def forward(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
@@ -159,15 +165,10 @@ class Job:
 
     def step(self) -> float:
         self.number += 1
-        rank, world = dist.get_rank(), dist.get_world_size()
-        generator = torch.Generator().manual_seed(100 * self.number + rank)
-        lengths = torch.ones(2 * (BATCH // world), dtype=torch.long)
-        values = torch.randint(0, 23, (len(lengths),), generator=generator)
 
         def closure() -> torch.Tensor:
             self.optimizer.zero_grad()
-            output = self.dmp(KeyedJaggedTensor(keys=["t_one", "t_two"], values=values, lengths=lengths))
-            loss = ((output - 1) ** 2).mean()
+            loss = self.loss()
             loss.backward()
             return loss
 
@@ -176,6 +177,16 @@ class Job:
         loss = closure()
         self.optimizer.step()
         return float(loss)
+
+    def loss(self) -> torch.Tensor:
+        """The loss of the batch of this rank with the number of the step."""
+        rank, world = dist.get_rank(), dist.get_world_size()
+        generator = torch.Generator().manual_seed(100 * self.number + rank)
+        lengths = torch.ones(2 * (BATCH // world), dtype=torch.long)
+        values = torch.randint(0, 23, (len(lengths),), generator=generator)
+        output = self.dmp(KeyedJaggedTensor(keys=["t_one", "t_two"], values=values, lengths=lengths))
+        loss: torch.Tensor = ((output - 1) ** 2).mean()
+        return loss
 
     def truth(self) -> dict[str, Any]:
         """The dense part, as plain values and copies; parameters go by their names."""
@@ -230,18 +241,19 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def build(kind: str, lr: float = 0.05, **fused: Any) -> Job:
+def build(kind: str, lr: float = 0.05, net: Callable[[], Net] = Net, **fused: Any) -> Job:
     """A job with that optimizer for its tower."""
     torch.manual_seed(5)
-    net = Net()
+    built = net()
     params = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1, "eps": 1e-6, **fused}
     sharder = EmbeddingBagCollectionSharder(fused_params=params)
-    dmp = wrapped(net, {"t_one": table_wise(rank=0), "t_two": row_wise()}, sharder)
+    dmp = wrapped(built, {"t_one": table_wise(rank=0), "t_two": row_wise()}, sharder)
     return Job(dmp, OPTIMIZERS[kind](list(dmp.module.over.parameters()), lr))
 
 
-def attach(job: Job, uri: str) -> StreamCheckpointer:
-    return StreamCheckpointer(job.dmp, job.optimizer, config=StreamConfig(uri=uri, marker_every=None))
+def attach(job: Job, uri: str, *, paranoid: bool = False, **settings: Any) -> StreamCheckpointer:
+    config = StreamConfig(uri=uri, **{"marker_every": None, **settings})
+    return StreamCheckpointer(job.dmp, job.optimizer, config=config, paranoid=paranoid)
 
 
 def go_on(job: Job, checkpointer: StreamCheckpointer, steps: int = 2) -> list[float]:

@@ -107,7 +107,10 @@ class StreamCheckpointer:
             self._attached = Attached(dmp, optimizer, self._team, paranoid=paranoid)
             shared, per_rank, rank0 = stateful or {}, stateful_per_rank or {}, stateful_rank0 or {}
             live = partial(LiveDense, dmp, optimizer, shared, per_rank, self._attached.kernels, rank0)
-            self._dense = self._team.together(lambda: DenseState(live(config.replicas == "rank0"), groups.dense))
+            lazy = config.dense_copy == "lazy"
+            self._dense = self._team.together(
+                lambda: DenseState(live(config.replicas == "rank0"), groups.dense, lazy=lazy)
+            )
             check_handed_over(self._team, {"stateful": shared, "stateful_rank0": rank0, PER_RANK: per_rank})
             self._loaders = [item for item in self._dense.live.handed_over if isinstance(item, TrackedLoader)]
             # The log that this job writes to: its only log, or the inner one of two tiers.
@@ -123,7 +126,7 @@ class StreamCheckpointer:
             self._session = Session(restored)
             self._attached.hook(self._reshard)
             undo.callback(self._attached.unhook)
-            self._dense.live.watch()
+            self._dense.watch()
             self._telemetry = Telemetry(self._team.rank, config.restore_bytes_per_s)
             device = self._attached.device
             self._ring = FrameRing(

@@ -43,6 +43,17 @@ def test_one_rank_saves_a_parameter_and_its_states(tmp_path: Path) -> None:
     assert all(1 <= each["as dealt"] <= 2 for each in shares.values())
 
 
+def test_the_dense_state_is_copied_at_once_and_late(tmp_path: Path) -> None:
+    report = run("dense/lazy.py", "--quick", tmp_path)
+    name, ways = "2 MB, 2 ranks: mark()", {"at once", "lazy"}
+    assert measured(report) == {
+        name: ways,
+        f"{name}, CPU of its thread": ways,
+        f"{name} and the next step": {*ways, "none"},
+        f"{name} and the next step, CPU until committed": {*ways, "none"},
+    }
+
+
 def test_killed_savers(tmp_path: Path) -> None:
     report = run("dense/pymm.py", "--quick", tmp_path)
     ways = {f"{way}, {files} file" + "s" * (files == "two") for way in WAYS for files in ("one", "two")}

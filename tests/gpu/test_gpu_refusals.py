@@ -45,6 +45,11 @@ def test_tables_on_an_ssd_are_refused(device: torch.device, tmp_path: Path) -> N
         attach(make(dataclasses.replace(SSD, more=more), device), tmp_path)
 
 
+def test_a_lazy_copy_of_dense_state_on_a_device_is_refused(device: torch.device, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"dense_copy='lazy' is for dense parameters on the CPU, but \S+ is on"):
+        attach(make(FUSED, device), tmp_path, dense_copy="lazy")
+
+
 @covers(BF16, outcome="refused", why="`weights in BF16 are not captured on a GPU`")
 def test_bf16_weights_are_refused(device: torch.device, tmp_path: Path) -> None:
     """With a cache precision that FBGEMM takes: with the one that TorchRec asks for it refuses to build the kernel."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread
 
 import pytest
 import torch
@@ -117,3 +118,85 @@ def test_one_thread_of_torch_copies_by_the_kernel_and_several_by_themselves(monk
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     CopyMemory().copy(tensors)
     assert native.copied == [4 << 20]
+
+
+# Copies that are made after the cut.
+
+LATE = {"model.w": 1 << 15, "optim.0.w.exp_avg": 3 << 14, "model.small": 8}
+
+
+def late() -> tuple[CopyMemory, dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Lazy memory, live tensors, their copies that are not made yet, and the truth."""
+    copies = CopyMemory(lazy=True)
+    live = {name: torch.randn(size) for name, size in LATE.items()}
+    return copies, live, copies.copy(live), {name: tensor.clone() for name, tensor in live.items()}
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_late_copy_is_complete_before_writes_are_allowed(threads: int) -> None:
+    for _ in range(50):
+        copies, live, found, truth = late()
+        helpers = [Thread(target=copies.late.finish) for _ in range(threads)]
+        for each in helpers:
+            each.start()
+        copies.late.settle()
+        for tensor in live.values():
+            tensor.zero_()
+        for each in helpers:
+            each.join()
+        assert same(found, truth)
+        assert copies.late.changed() == ""
+
+
+def test_the_next_copy_completes_the_last_one() -> None:
+    copies, live, found, truth = late()
+    copies.copy({name: tensor for name, tensor in live.items() if name == "model.small"})
+    assert same(found, truth)
+
+
+def test_gradients_and_tensors_in_another_order_are_copied_at_once() -> None:
+    live = {"grad.w": torch.randn(1 << 15), "model.turned": torch.randn(200, 300).t()}
+    truth = {name: tensor.clone() for name, tensor in live.items()}
+    copies = CopyMemory(lazy=True)
+    found = copies.copy(live)
+    for tensor in live.values():
+        tensor.zero_()
+    copies.late.finish()
+    assert same(found, truth)
+    assert copies.late.changed() == ""
+
+
+def test_new_memory_of_a_parameter_is_not_that_of_the_cut() -> None:
+    copies, parameter = CopyMemory(lazy=True), torch.nn.Parameter(torch.randn(1 << 15))
+    truth = parameter.detach().clone()
+    found = copies.copy({"model.w": parameter})
+    parameter.data = torch.zeros(1 << 15)
+    copies.late.finish()
+    assert torch.equal(found["model.w"], truth)
+    assert copies.late.changed() == ""
+
+
+def test_freed_memory_is_not_read() -> None:
+    copies, live, _, _ = late()
+    live["model.w"].untyped_storage().resize_(0)
+    copies.late.finish()
+    assert copies.late.changed() == "model.w"
+
+
+def test_an_interrupted_copy_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, _, found, truth = late()
+    with monkeypatch.context() as broken:
+        broken.setattr(replicas, "_copy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copies.late.settle()
+    copies.late.finish()
+    assert same(found, truth)
+    assert copies.late.changed() == ""
+
+
+def interrupted(*_: object, **__: object) -> None:
+    raise KeyboardInterrupt

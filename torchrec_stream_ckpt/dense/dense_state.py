@@ -52,10 +52,14 @@ from torchrec_stream_ckpt.dense.replicas import CopyMemory, owners
 from torchrec_stream_ckpt.dense.saved_dense import REPLICAS
 from torchrec_stream_ckpt.dense.schedules import State
 from torchrec_stream_ckpt.dense.stateful_objects import blob_of, state_of, stateful_title, title_of
-from torchrec_stream_ckpt.errors import CaptureMismatchError
+from torchrec_stream_ckpt.errors import CaptureMismatchError, UnsupportedError
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.model import wrapper_parameters, wrapper_states
 from torchrec_stream_ckpt.util.types import MarkerId
+
+_WROTE_PAST = (
+    "remove dense_copy='lazy' if something writes it through .data or NumPy between a cut and a step; otherwise "
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +87,21 @@ class DenseState:
     Args:
         live: The objects of this rank.
         group: A separate gloo group, never the one that training uses.
+        lazy: True if large tensors are copied after the cut (``StreamConfig.dense_copy``).
+
+    Raises:
+        UnsupportedError: ``lazy`` is set, and a parameter is on a GPU.
     """
 
-    def __init__(self, live: LiveDense, group: dist.ProcessGroup) -> None:
+    def __init__(self, live: LiveDense, group: dist.ProcessGroup, *, lazy: bool = False) -> None:
+        if lazy:
+            _check_on_cpu(live.view())
         self.live = live
         self.loader = DenseLoader(live)
         self._group = group
         self._rank = dist.get_rank()
-        self._copies = CopyMemory()
+        self._copies = CopyMemory(lazy=lazy)
+        self._lazy = lazy
         self.saver = Worker("stream-ckpt-dense")
         """Thread for DCP's own collectives: if a rank is missing there, that must not delay the vote. There is one
         thread for all generations of the job. With two threads on one group, each would take part in the other's
@@ -106,14 +117,22 @@ class DenseState:
         self._staged: _Taken | None = None
         """State that :meth:`stage` took, until it is proved."""
         self._compared: Mapping[str, int] = {}
-        """(``paranoid``) Digests that the copy is compared with before it counts as saved."""
+        """(``paranoid``, lazy copies) Digests that the copy is compared with before it counts as saved."""
+
+    def watch(self) -> None:
+        """Observe optimizer steps, until :meth:`end`. A lazy copy ends before they write."""
+        self.live.watch(self._settle)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is called within a compiled step
+    def _settle(self) -> None:
+        self._copies.late.settle()
 
     def stage(self, scope: Scope | None = None) -> dict[str, Any]:
         """(training thread) Return a copy of this rank's part of the current dense state. Local: no collectives.
 
-        The copy belongs to this marker until the next call. Of the state that is equal on all ranks, a rank copies only
-        the part that it will save. On a GPU the host waits for the whole device: buffers and id maps may be written on
-        other streams.
+        The copy belongs to this marker until the next call. If it is lazy, it is complete after :meth:`finish_copy`. Of
+        the state that is equal on all ranks, a rank copies only the part that it will save. On a GPU the host waits for
+        the whole device: buffers and id maps may be written on other streams.
 
         Args:
             scope: Part of the state that is compared between ranks. If None, all of it.
@@ -134,12 +153,12 @@ class DenseState:
 
         Args:
             turns: Chooses the entries that this marker proves.
-            compare: True if :meth:`save` must compare the copy with them.
+            compare: True if :meth:`save` must compare the copy with them. It always compares a lazy copy.
         """
         assert self._staged is not None
         taken, self._staged = self._staged, None
         proved = prove({**taken.mine, **taken.apart}, taken.blobs, turns, self.held.entries)
-        self._compared = proved.digests if compare else {}
+        self._compared = proved.digests if compare or self._lazy else {}
         return proved
 
     def has_changed(self) -> bool:
@@ -233,6 +252,23 @@ class DenseState:
                 state[f"shared.stateful.{name}"] = blob_of(stateful_title(name, item), shared[name])
         return state
 
+    def finish_copy(self) -> str:
+        """(commit thread) Complete a lazy copy. Returns why it is not the state of the cut; empty if nothing was found.
+
+        Call it before :meth:`save`, and again before the marker counts: a write that was going on during the copy may
+        be counted only then.
+        """
+        try:
+            self._copies.late.finish()
+        except Exception as error:  # the other ranks must get it
+            return f"dense state was not copied: {type(error).__name__}: {error}"
+        if changed := self._copies.late.changed():
+            return (
+                f"{changed} was written between the cut and the next optimizer step, which dense_copy='lazy' does not "
+                "allow; write it before step() or mark(), or remove dense_copy"
+            )
+        return ""
+
     def save(self, staged: dict[str, Any], path: Path, marker: MarkerId) -> None:
         """(all ranks, commit thread) Write the result of :meth:`stage`. Returns when it is durable. Collective.
 
@@ -246,16 +282,26 @@ class DenseState:
         if changed := list(differing(staged, self._compared)):
             raise CaptureMismatchError(
                 f"the saved copy of {changed[0]} differs from the live tensor at the cut",
-                hint="test this host's memory",
+                hint=f"{_WROTE_PAST}test this host's memory" if self._lazy else "test this host's memory",
                 marker=marker,
                 rank=self._rank,
             )
 
     def end(self) -> None:
         """End saving: release the thread, the group and the hooks."""
+        self._settle()
         self.live.unwatch()
         self.saver.close()
         del self._group
+
+
+def _check_on_cpu(view: nn.Module) -> None:
+    for name, parameter in view.named_parameters():
+        if parameter.is_cuda:
+            raise UnsupportedError(
+                f"dense_copy='lazy' is for dense parameters on the CPU, but {name} is on {parameter.device}",
+                hint="remove dense_copy",
+            )
 
 
 def _split(state: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

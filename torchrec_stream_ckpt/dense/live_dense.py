@@ -88,6 +88,7 @@ class LiveDense:
         self.gradients = Gradients(model, self.optimizers)
         given = (*shared.items(), *(rank0 or {}).items(), *per_rank.items())
         self.schedule_watch = ScheduleWatch(optimizer, given)
+        self._before_step: Callable[[], None] = _nothing
         self._unwatch: Callable[[], None] | None = None
         try_states(self.shared, self.compared, self.per_rank)
         self._try_rest()
@@ -104,10 +105,19 @@ class LiveDense:
         for schedule in self.schedules.values():
             try_blob_of(schedule.state_title, schedule.state())
 
-    def watch(self) -> None:
-        """Observe optimizer steps, handed over or not, and calls that clear gradients, until :meth:`unwatch`."""
+    def watch(self, before_step: Callable[[], None]) -> None:
+        """Observe optimizer steps, handed over or not, and calls that clear gradients, until :meth:`unwatch`.
+
+        Args:
+            before_step: Called before each of these steps, on its thread.
+        """
+        self._before_step = before_step
         self.gradients.watch()
-        self._unwatch = watch_steps(self.gradients.begins, self._stepped)
+        self._unwatch = watch_steps(self._begins, self._stepped)
+
+    def _begins(self, optimizer: torch.optim.Optimizer) -> None:
+        self._before_step()
+        self.gradients.begins(optimizer)
 
     def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         self._guard.stepped(optimizer)
@@ -120,6 +130,7 @@ class LiveDense:
         if self._unwatch is not None:
             self._unwatch()
             self._unwatch = None
+        self._before_step = _nothing
 
     def checked_view(self) -> nn.Module:
         """(each cut) Return :meth:`view`, after the checks of the attach.
@@ -187,6 +198,10 @@ class LiveDense:
             optimizer_entry(key, type(each).__name__, optimizer_state.named_groups(each, names))
             for key, each in self.optimizers.items()
         )
+
+
+def _nothing() -> None:
+    pass
 
 
 def names_of(view: nn.Module) -> dict[int, str]:

@@ -5,7 +5,7 @@ Call order of a marker, in the notation of DCP:
 1. (each rank, training thread) freeze touched rows, stage the dense state, and put as many rows into the ring as fit;
    all of this is local
 2. (all ranks, commit thread) exchange which cut each rank has made, and which dense state it holds; unless all have
-   made the same cut of the same state, the marker is given up here
+   made the same cut of the same state, the marker is given up here. A lazy copy of the dense state ends before that
 3. (all ranks, commit thread) DCP saves the staged state over a separate gloo group; each rank digests its files, and
    uploads them if the store is not a directory
 4. (each rank, commit thread) wait until the training thread has put the last row and the MARK into the ring (at a later
@@ -400,7 +400,8 @@ class Coordinator:
     def _decide_together(self, cut: CutOrder) -> None:
         """Return after the marker is committed; otherwise raise. The outcome is the same on every rank."""
         deadline = time.monotonic() + self._timeout_s
-        said = MarkerVote(cut.marker, cut.step, cut.seal.reason, self._dense.held.checksums(), forwards=cut.forwards)
+        reason = cut.seal.reason or self._dense.finish_copy()
+        said = MarkerVote(cut.marker, cut.step, reason, self._dense.held.checksums(), forwards=cut.forwards)
         votes = self._agree(cut, 1, said, deadline)
         self._check(votes)
         check_in_step([vote.forwards for vote in votes], self._generation.claim.generation, cut.marker)
@@ -498,6 +499,8 @@ class Coordinator:
         if durable is None:
             waited = publisher.failure or "it is slow"
             return vote(f"the log did not acknowledge the rows in {self._timeout_s:.0f} s ({waited})")
+        if reason := self._dense.finish_copy():
+            return vote(reason)
         end = RankEnd(
             self._team.rank,
             self._generation.partition,

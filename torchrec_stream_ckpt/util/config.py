@@ -112,6 +112,11 @@ class StreamConfig:
     less CPU time. A reader on the same host, such as a relay, a follower or a HEAD, then reads them from the disk.
     ``buffered`` leaves them in the page cache. If the file system refuses direct writes, all are buffered, which
     ``stats().log_writes`` and ``stream-ckpt doctor`` report."""
+    dense_copy: Literal["at_once", "lazy"] = "at_once"
+    """When a marker copies the dense state. With ``lazy``, large parameters and tensors of optimizers are copied while
+    training continues with the next forward and backward, so a marker delays training less. The next optimizer step
+    waits for the rest. If anything other than an optimizer's step writes to them before that, the marker fails; some
+    writes past torch are not noticed (docs/guarantees.md). Only for dense parameters on the CPU."""
     sweep_bytes: Annotated[int, Spec(least=1)] = 16 * 2**20
     """Bytes per step of rows that no step has touched, until all have been sent."""
     proof_bytes: Annotated[
