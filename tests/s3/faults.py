@@ -9,16 +9,23 @@ import socketserver
 import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from email.message import Message
 from pathlib import Path
 from typing import Literal, get_args
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
+
+from tests.s3.server import KEY, SECRET
+
 HOST = "127.0.0.1"
 
-Kind = Literal["put", "get", "head", "list", "delete", "delete many", "create", "part", "complete", "abort"]
-"""Of a request; the last four are those of a multipart upload."""
+Kind = Literal["put", "get", "head", "list", "delete", "delete many", "create", "part", "complete", "abort", "rules"]
+"""Of a request; four are those of a multipart upload, the last one asks for a setting of the bucket."""
 Fault = Literal["slow down", "error", "broken before", "broken after", "half", "silence"]
 """503 SlowDown; 500; the connection breaks before the server hears of it, after it has done it, within its answer; no
 answer until :meth:`FaultyProxy.close`."""
@@ -28,8 +35,15 @@ _ANSWERS = {
     "slow down": (503, _BODY.format(code="SlowDown", said="Please reduce your request rate.")),
     "error": (500, _BODY.format(code="InternalError", said="We encountered an internal error. Please try again.")),
 }
+_UNSET = {
+    "versioning": "",
+    "object-lock": "ObjectLockConfigurationNotFoundError",
+    "lifecycle": "NoSuchLifecycleConfiguration",
+}
+"""Codes of S3 for a setting of a bucket that was never set."""
 _ENTRY = re.compile(rb"<Contents>.*?<Key>(.*?)</Key>.*?</Contents>", re.DOTALL)
 """An object of a listing."""
+_OF_SESSION = {"authorization", "x-amz-security-token", "x-amz-date", "x-amz-content-sha256", "expect", "connection"}
 _HOP = {"connection", "transfer-encoding", "content-length", "keep-alive"}
 
 
@@ -72,7 +86,14 @@ class FaultyProxy:
         """What is done about puts with a condition; None: they are the server's."""
         self._unknown_in: tuple[Kind, ...] = ()
         """Requests with a condition that the server does not know."""
+        self._rules: Mapping[str, str] | None = None
+        """Settings of buckets; None: they are the server's."""
         self._held: Held | None = None
+        self._meeting: tuple[str, threading.Barrier] | None = None
+        self.met = 0
+        """Groups of requests that came at the same time."""
+        self.accept_session: Callable[[str], bool] | None = None
+        """Whether the token of a session is valid; None: all are."""
         self._lag_s = 0.0
         self._put_at: dict[str, float] = {}
         """Objects by the time at which they were put."""
@@ -108,10 +129,26 @@ class FaultyProxy:
         with self._lock:
             self._faults[kind] = fault, times
 
-    def refuse(self, kind: Kind, status: int, code: str) -> None:
+    def refuse(self, kind: Kind, status: int, code: str, said: str = "") -> None:
         """Answer all further requests of a kind by an error of S3, whatever the server would say."""
         with self._lock:
-            self._refused[kind] = status, _BODY.format(code=code, said=code)
+            self._refused[kind] = status, _BODY.format(code=code, said=said or code)
+
+    def meet(self, part: str, parties: int) -> None:
+        """From here on, let requests whose target contains ``part`` pass ``parties`` at a time, counted in ``met``."""
+        self.met = 0
+        self._meeting = part, threading.Barrier(parties, self._count_meeting)
+
+    def _count_meeting(self) -> None:
+        self.met += 1
+
+    def be_set(self, rules: Mapping[str, str]) -> None:
+        """Report these settings of all buckets: XML of S3 by ``versioning``, ``object-lock`` or ``lifecycle``.
+
+        Those that are missing were never set.
+        """
+        with self._lock:
+            self._rules = rules
 
     def know_no_conditions(self, objects: Path | None, kinds: tuple[Kind, ...] = ("put", "complete")) -> None:
         """Be a store without conditional puts: one that answers 501, or, given the server's folder, ignores them."""
@@ -133,6 +170,7 @@ class FaultyProxy:
         with self._lock:
             self._faults.clear()
             self._refused.clear()
+            self._rules = None
             self._conditions = None
             self._lag_s = 0.0
 
@@ -159,7 +197,14 @@ class FaultyProxy:
             body = client.rfile.read(int(headers.get("Content-Length") or 0))
             kind = kind_of(method, target)
             fault = self._fault(kind)
+            if self._meeting is not None and self._meeting[0] in target:
+                self._meeting[1].wait(60)
             answer = self._refused.get(kind) or (_ANSWERS.get(fault) if fault else None)
+            session = headers.get("X-Amz-Security-Token") or ""
+            if self.accept_session is not None and not self.accept_session(session):
+                answer = 400, _BODY.format(code="ExpiredToken", said="The provided token has expired.")
+            if kind == "rules" and self._rules is not None and answer is None:
+                answer = self._rule(rule_of(target))
             if self._conditions is not None and headers.get("If-None-Match") and kind in self._unknown_in:
                 if self._conditions:  # what the server does not see, it overwrites
                     Path(self._conditions, unquote(urlsplit(target).path).strip("/")).unlink(missing_ok=True)
@@ -176,6 +221,8 @@ class FaultyProxy:
             if fault == "broken before":
                 _hang_up(client.connection)
                 return
+            if session:  # which the server does not know
+                headers = self._signed_again(method, target, headers, body)
             held = self._hold(target) if kind == "put" else None
             status, found, data = self._forward(method, target, headers, body)
             if held is not None:
@@ -195,6 +242,13 @@ class FaultyProxy:
                 _hang_up(client.connection)
                 return
             _answer(client, status, kept, data, length)
+
+    def _rule(self, name: str) -> tuple[int, str]:
+        assert self._rules is not None
+        if name in self._rules:
+            return 200, self._rules[name]
+        code = _UNSET[name]
+        return (404, _BODY.format(code=code, said=code)) if code else (200, "<VersioningConfiguration/>")
 
     def _hold(self, target: str) -> Held | None:
         with self._lock:
@@ -224,6 +278,13 @@ class FaultyProxy:
             self.fired[kind, fault] += 1
             return fault
 
+    def _signed_again(self, method: str, target: str, headers: Message, body: bytes) -> Message:
+        """Sign a request of a session with the keys alone."""
+        kept = {name: value for name, value in headers.items() if name.lower() not in _OF_SESSION}
+        request = AWSRequest(method, f"http://{HOST}:{self.upstream}{target}", kept, body)
+        S3SigV4Auth(Credentials(KEY, SECRET), "s3", "us-east-1").add_auth(request)
+        return request.headers
+
     def _forward(
         self, method: str, target: str, headers: Mapping[str, str], body: bytes
     ) -> tuple[int, dict[str, str], bytes]:
@@ -245,6 +306,12 @@ def _key_of(target: str) -> str:
     return unquote(urlsplit(target).path.strip("/").partition("/")[2])
 
 
+def rule_of(target: str) -> str:
+    """The setting of a bucket that a request asks for; empty for other requests."""
+    query = parse_qs(urlsplit(target).query, keep_blank_values=True)
+    return next((name for name in _UNSET if name in query), "")
+
+
 def kind_of(method: str, target: str) -> Kind:
     """What a request is, by its method and target."""
     split = urlsplit(target)
@@ -254,7 +321,7 @@ def kind_of(method: str, target: str) -> Kind:
             return "create" if "uploads" in query else "complete"
         return "part" if method == "PUT" else "abort"
     if method == "GET":
-        return "get" if key else "list"
+        return "get" if key else "rules" if rule_of(target) else "list"
     found: Mapping[str, Kind] = {"PUT": "put", "HEAD": "head", "DELETE": "delete", "POST": "delete many"}
     return found[method]
 

@@ -19,6 +19,7 @@ from tests.s3.server import KEY, SECRET, S3Server
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.inner import Objects, open_store
 from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.store import clouds
 from torchrec_stream_ckpt.store.identity import check_store
 
 PARTS = [bytes([number]) * 2**20 for number in range(101)]
@@ -178,3 +179,22 @@ def test_a_server_that_says_nothing_is_given_up(s3_server: S3Server) -> None:
         with pytest.raises(StoreUnavailableError, match="the connection was lost"):  # or the test hangs
             store.read("a/x")
         store.close()
+
+
+def test_a_server_that_takes_no_bytes_is_given_up_with_its_name_and_the_time(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It accepts connections and never reads: the buffers of the sockets are full long before 64 MiB are sent."""
+    monkeypatch.setattr(clouds, "LEAST_BYTES_PER_S", 2**30)
+    monkeypatch.setattr("s3fs.core.S3FileSystem.retries", 1)
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as deaf:
+        address = f"127.0.0.1:{deaf.getsockname()[1]}"
+        config = {"connect_timeout": 5, "read_timeout": 0.1, "retries": {"total_max_attempts": 1}}
+        store = open_store(
+            "s3://bucket/x", s3_server.options(endpoint_url=f"http://{address}", config_kwargs=json.dumps(config))
+        )
+        with pytest.raises(StoreUnavailableError, match="cannot write it") as failed:  # or the test hangs
+            store.put("a/x", [bytes(2**26)])
+        store.close()
+    assert f"{address} did not take {2**26} bytes and answer within 5.2 s" in failed.value.message
+    assert failed.value.where["store"] == "s3://bucket/x"

@@ -94,6 +94,7 @@ def _examine(job: Job) -> Iterator[Finding]:
             yield _second_copy(job)
             if job.store is not None:
                 yield job.examine_conditions()
+                yield from job.examine_rules()
     yield _clock(job)
     yield _native()
     yield _versions_here()

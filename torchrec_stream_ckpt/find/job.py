@@ -11,7 +11,7 @@ from typing import Self, TypeAlias
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find.best import Best, Said, Value, best_of, said_of
-from torchrec_stream_ckpt.find.new_job import examine_conditions, examine_new_job
+from torchrec_stream_ckpt.find.new_job import examine_conditions, examine_new_job, examine_rules
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import Finding, Log, open_log, options_for
@@ -289,6 +289,10 @@ class Job:
     def examine_conditions(self) -> Finding:
         """Report whether the store refuses to overwrite an existing name; asks it to write, so name the store."""
         return examine_conditions(self.objects)
+
+    def examine_rules(self) -> Iterator[Finding]:
+        """Report what the rules of the store's bucket do with its objects, as :func:`examine_rules`."""
+        return examine_rules(self)
 
     def close(self) -> None:
         self.control.close()

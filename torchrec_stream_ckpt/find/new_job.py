@@ -13,6 +13,7 @@ from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.control.loss_check import check_not_lost
 from torchrec_stream_ckpt.log.disk import examine_folder
 from torchrec_stream_ckpt.store.api import Objects, open_store
+from torchrec_stream_ckpt.store.bucket_rules import LIFECYCLE, HasRules, remarks
 from torchrec_stream_ckpt.store.identity import OVERWRITES, jobs_in, refuses_taken_name, refuses_taken_names
 from torchrec_stream_ckpt.util.durable import nearest_folder
 from torchrec_stream_ckpt.util.uris import BucketUri, FileUri, KafkaUri, check_store_url, parse_uri
@@ -77,6 +78,7 @@ def _store(job: Job, log_folder: Path | None) -> Iterator[Finding]:
     folder = check_store_url(objects.url).folder
     if folder is None:
         yield from _try("store", objects)
+        yield from examine_rules(job)
     elif folder != log_folder:
         yield from examine_folder("store", nearest_folder(folder))
         yield from _try("store", open_store(str(nearest_folder(folder))))
@@ -122,6 +124,16 @@ def examine_conditions(objects: Objects) -> Finding:
     if refuses is None:
         return Finding(check, "unknown, because nothing was written to the store")
     return _conditional_puts(check, f"{objects.url} refuses a name that exists", refuses=refuses)
+
+
+def examine_rules(job: Job) -> Iterator[Finding]:
+    """Report what the rules of the store's bucket do with its objects, unless the log lies there and reports it."""
+    objects = job.objects
+    if not isinstance(objects, HasRules) or objects.url == str(parse_uri(job.uri)):
+        return
+    for check, found, hint in remarks(objects.rules()):
+        worst = Severity.BAD if check == LIFECYCLE else Severity.WARNING
+        yield Finding.of(f"store: {check}", found, well=not hint, hint=hint, otherwise=worst)
 
 
 def _conditional_puts(check: str, refused: str, *, refuses: bool) -> Finding:

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
+from torchrec_stream_ckpt.store.bucket_rules import LIFECYCLE, LOCK, VERSIONS, BucketRules, rules_of_s3
+from torchrec_stream_ckpt.store.remote_errors import REFUSALS, UNKNOWN_CONDITION, signs_of
 from torchrec_stream_ckpt.util.uris import without_login
 
 WHOLE = frozenset({"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "memory"})
 """Protocols under which an upload becomes visible whole or not at all."""
+
+
+LEAST_BYTES_PER_S = 2**17
+"""Speed at which a peer has to take the body of a request. A slower one counts as silent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +64,11 @@ class Cloud:
 
     None if every use of a bucket reports this.
     """
+    rules: Callable[[Any, str], BucketRules] | None = None
+    """Function that asks for the rules of the bucket of a path, for the objects below the path.
+
+    None if we do not know how to ask this kind of store.
+    """
 
     def server(self, settings: Mapping[str, Any]) -> str:
         """Return the server or the account that settings or the environment name. Empty if they name no server."""
@@ -95,6 +109,41 @@ def _upload_to_s3(files: Any, path: str, data: bytes) -> None:
         raise
 
 
+def _prepare_s3(files: Any) -> None:
+    _send_bodies_at_once(files)
+    _bound_requests(files)
+
+
+def _bound_requests(files: Any) -> None:
+    """Give up a request whose body the peer does not take. The client has no time-out for sending one.
+
+    The time is that of its other time-outs, and grows with the body, at LEAST_BYTES_PER_S. The client tries again as
+    after a time-out of the answer.
+    """
+    from aiobotocore.httpsession import AIOHTTPSession, ReadTimeoutError
+
+    class NotTakenError(ReadTimeoutError):  # type: ignore[misc]
+        fmt = "{host} did not take {num_bytes} bytes and answer within {seconds:.1f} s"
+
+    class BoundedSession(AIOHTTPSession):  # type: ignore[misc]
+        async def send(self, request: Any) -> Any:
+            sent = request.headers
+            num_bytes = int(sent.get("Content-Length") or sent.get("X-Amz-Decoded-Content-Length") or 0)
+            if not num_bytes:
+                return await super().send(request)
+            given = files.config_kwargs
+            waits = given.get("connect_timeout", files.connect_timeout), given.get("read_timeout", files.read_timeout)
+            seconds = sum(waits) + num_bytes / LEAST_BYTES_PER_S
+            try:
+                async with asyncio.timeout(seconds):
+                    return await super().send(request)
+            except TimeoutError:
+                host = urlsplit(request.url).netloc
+                raise NotTakenError(host=host, num_bytes=num_bytes, seconds=seconds) from None
+
+    files.config_kwargs.setdefault("http_session_cls", BoundedSession)
+
+
 def _send_bodies_at_once(files: Any) -> None:
     """Send the body of a put without waiting for an interim answer (``Expect: 100-continue``).
 
@@ -118,6 +167,47 @@ def _delete_from_s3(files: Any, paths: list[str]) -> list[str]:
     return [keys[refused["Key"]] for refused in answer.get("Errors", ())]
 
 
+_RULES_OF_S3 = {  # the request, the right that it needs, and the answer's code if nothing was ever set
+    VERSIONS: ("get_bucket_versioning", "s3:GetBucketVersioning", ""),
+    LOCK: (
+        "get_object_lock_configuration",
+        "s3:GetBucketObjectLockConfiguration",
+        "ObjectLockConfigurationNotFoundError",
+    ),
+    LIFECYCLE: (
+        "get_bucket_lifecycle_configuration",
+        "s3:GetLifecycleConfiguration",
+        "NoSuchLifecycleConfiguration",
+    ),
+}
+
+
+def _rules_of_s3(files: Any, path: str) -> BucketRules:
+    bucket, key, _ = files.split_path(path)
+    with ThreadPoolExecutor(len(_RULES_OF_S3), "stream-ckpt-rules") as pool:
+        asked = [pool.submit(_ask_s3, files, bucket, *each) for each in _RULES_OF_S3.values()]
+    found = dict(zip(_RULES_OF_S3, (each.result() for each in asked), strict=True))
+    versioning, lock, lifecycle = ({} if isinstance(each, str) else each for each in found.values())
+    unchecked = {check: each for check, each in found.items() if isinstance(each, str)}
+    return rules_of_s3(f"{key}/" if key else "", versioning, lock, lifecycle, unchecked)
+
+
+def _ask_s3(files: Any, bucket: str, request: str, right: str, unset: str) -> Mapping[str, Any] | str:
+    """Return the answer to a request about a bucket, or the reason why there is none."""
+    try:
+        answer: Mapping[str, Any] = files.call_s3(request, Bucket=bucket)
+    except Exception as error:
+        signs = signs_of(error)
+        if unset in signs:
+            return {}
+        if signs & REFUSALS:
+            return f"this user lacks {right}"
+        if signs & (UNKNOWN_CONDITION | {"MethodNotAllowed", "405"}):
+            return "this server does not have the request"
+        return f"the request failed ({type(error.__cause__ or error).__name__})"
+    return answer
+
+
 _S3 = Cloud(
     extra="s3",
     patience={
@@ -131,11 +221,12 @@ _S3 = Cloud(
     whole={"max_concurrency": 1},
     length=_length_on_s3,
     upload=_upload_to_s3,
-    prepare=_send_bodies_at_once,
+    prepare=_prepare_s3,
     delete=_delete_from_s3,
     keys_hint="check the store's options or the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, a profile)",
     servers=("endpoint_url",),
     variables=("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    rules=_rules_of_s3,
 )
 """Settings for S3. The timeouts apply if the options set none.
 

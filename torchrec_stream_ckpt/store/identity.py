@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.store.api import KeepsTime, LooksFirst, Objects
+from torchrec_stream_ckpt.store.bucket_rules import check_rules
 from torchrec_stream_ckpt.store.write_once import put_unless_taken
 from torchrec_stream_ckpt.util.layout import (
     CLAIMS_DIR,
@@ -64,11 +65,13 @@ def prove_writable(objects: Objects) -> None:
     This also checks whether the store refuses names that are taken: :func:`refuses_taken_names`.
 
     Raises:
+        ConfigError: a rule of the bucket will delete or archive objects.
         UnsupportedError: it is of a newer format.
         CorruptionError: its format cannot be read.
         StoreUnavailableError: it cannot be written.
     """
     prepare_store(objects)
+    check_rules(objects, warn=False)
     if not refuses_taken_names(objects):
         objects.put(STORE_FILE, [objects.read(STORE_FILE)])  # if the store checks names first, nothing was put
 

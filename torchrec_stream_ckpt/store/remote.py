@@ -7,6 +7,7 @@ import copy
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
 import fsspec
@@ -14,9 +15,11 @@ import fsspec
 from torchrec_stream_ckpt.errors import ConfigError, MissingObjectError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.store.api import Entry
-from torchrec_stream_ckpt.store.clouds import WHOLE, cloud_of
+from torchrec_stream_ckpt.store.bucket_rules import LIFECYCLE, LOCK, VERSIONS, BucketRules
+from torchrec_stream_ckpt.store.clouds import WHOLE, Cloud, cloud_of
 from torchrec_stream_ckpt.store.identity import OVERWRITES
 from torchrec_stream_ckpt.store.remote_errors import (
+    EXPIRED,
     NO_BUCKET,
     REFUSALS,
     TAKEN,
@@ -64,15 +67,11 @@ class FsspecObjects:
         self.url = str(where)
         _check_protocol(where)
         self._cloud = cloud_of(where.scheme)
-        # A copy, because botocore modifies the retry settings that it is given.
-        settings = copy.deepcopy(dict(self._cloud.patience)) | typed(options)
         kind = _plain(fsspec.get_filesystem_class(where.scheme), self._cloud.module)
-        named = kind._get_kwargs_from_urls(self.url)
+        settings = kind._get_kwargs_from_urls(self.url) | self._cloud.patience | typed(options)
+        self._make = partial(_file_system, kind, self._cloud, settings)
         try:
-            # A separate instance. fsspec would share one, with its caches, between callers with the same options.
-            self._fs = kind(skip_instance_cache=True, use_listings_cache=False, **(named | settings))
-            if self._cloud.prepare is not None:
-                self._cloud.prepare(self._fs)
+            self._fs = self._make()
         except (TypeError, ValueError) as error:
             raise ConfigError(f"the store's options are not valid: {error}", url=self.url) from None
         except Exception as error:  # without its message, which may contain a token
@@ -81,7 +80,7 @@ class FsspecObjects:
                 hint=self._cloud.keys_hint,
                 url=self.url,
             ) from None
-        self.server = self._cloud.server(named | settings)
+        self.server = self._cloud.server(settings)
         self._root = str(kind._strip_protocol(self.url)).rstrip("/")
         self._bucket_seen = self._cloud.look is None
         self._answered = False
@@ -202,6 +201,15 @@ class FsspecObjects:
     def clear_leftovers(self) -> int:
         return 0  # only a bucket's lifecycle rule can tell abandoned multipart uploads from running ones
 
+    def rules(self) -> BucketRules:
+        if self._cloud.rules is not None:
+            return self._cloud.rules(self._fs, self._root)
+        prefix = f"{self._root.partition('/')[2]}/".lstrip("/")
+        scheme = self.url.partition(":")[0]
+        reason = f"of {scheme}:// no settings are read; look at those of the bucket"
+        unchecked = dict.fromkeys((VERSIONS, LOCK, LIFECYCLE), reason) if self._cloud.extra else {}
+        return BucketRules(prefix=prefix, unchecked=unchecked)
+
     def close(self) -> None:
         self._fs = None  # s3fs closes its connections when no reference to it is left
 
@@ -233,6 +241,8 @@ class FsspecObjects:
         except Exception as error:  # each library of an object store has its own exceptions
             if isinstance(error, FileNotFoundError):
                 self._check_bucket(doing, name)
+            if signs_of(error) & EXPIRED and self._fs is not None:
+                self._fs = self._make()  # a client reads a session in a file once; the next call reads the file again
             raise translated(self._with_reason(error), doing, self.url, name, self._cloud.keys_hint) from error
 
     def _with_reason(self, error: Exception) -> Exception:
@@ -260,6 +270,15 @@ class FsspecObjects:
             if not signs_of(error) & REFUSALS:
                 raise translated(error, doing, self.url, name, self._cloud.keys_hint) from error
         self._bucket_seen = True
+
+
+def _file_system(kind: type[Any], cloud: Cloud, settings: Mapping[str, Any]) -> Any:
+    """Return a separate file system. fsspec would share one, with its caches, between callers with the same options."""
+    # A copy, because botocore modifies the retry settings that it is given.
+    files = kind(skip_instance_cache=True, use_listings_cache=False, **copy.deepcopy(dict(settings)))
+    if cloud.prepare is not None:
+        cloud.prepare(files)
+    return files
 
 
 def _plain(kind: type[Any], module: str) -> type[Any]:

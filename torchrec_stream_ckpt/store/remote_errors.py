@@ -21,6 +21,21 @@ TAKEN = frozenset({"FileExistsError", "PreconditionFailed", "412", "ConditionalR
 """Signs that a name is or may be taken: by an upload in progress, or by our own whose answer was lost."""
 UNKNOWN_CONDITION = frozenset({"NotImplemented", "501"})
 """Signs that a store does not support the condition of a put."""
+EXPIRED = frozenset({"ExpiredToken", "TokenRefreshRequired", "InvalidToken"})
+"""Signs that the store does not accept the session any longer. The client has to look for its login again."""
+ROLE_REFUSED = "role refused"
+"""Sign that the service that gives sessions for a role refused it."""
+_REFUSED_ROLES = frozenset(
+    {"AccessDenied", "ExpiredTokenException", "InvalidIdentityToken", "IDPRejectedClaim", "IDPCommunicationError"}
+)
+_ROLE_HINT = (
+    "check AWS_ROLE_ARN, the token in AWS_WEB_IDENTITY_TOKEN_FILE, and the role's trust policy: it has to name this "
+    "cluster and this service account"
+)
+RETAINED = "retained"
+"""Sign that a rule of the bucket refuses to delete or to overwrite an object."""
+_RETENTION = ("object lock", "retention", "immutab", "worm protected")
+"""Words of stores about such a rule. Their codes are those of missing permissions."""
 _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     (NO_BUCKET, "the bucket does not exist", "create the bucket, or correct the store's URL"),
     (
@@ -31,11 +46,7 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
     (frozenset({"InvalidAccessKeyId"}), "the store does not know this access key", _KEYS_HINT),
     (frozenset({"RequestTimeTooSkewed"}), "this machine's clock is wrong", "set the clock: run NTP"),
     (frozenset({"SignatureDoesNotMatch"}), "the secret key does not match the access key", _KEYS_HINT),
-    (
-        frozenset({"ExpiredToken", "TokenRefreshRequired", "InvalidToken"}),
-        "the session's token has expired",
-        _KEYS_HINT,
-    ),
+    (EXPIRED, "the session's token has expired", _KEYS_HINT),
     (
         frozenset({"NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"}),
         "no credentials were found",
@@ -51,6 +62,11 @@ _CAUSES: tuple[tuple[frozenset[str], str, str], ...] = (
         frozenset({"401", "AuthenticationFailed", "RefreshError"}),
         "the store does not accept these credentials",
         _KEYS_HINT,
+    ),
+    (
+        frozenset({RETAINED}),
+        "the bucket protects the object by an object lock or a retention",
+        "try again when the retention is over, or use a bucket without one; markers commit and restore meanwhile",
     ),
     (
         frozenset({"AccessDenied", "AllAccessDisabled", "AuthorizationPermissionMismatch"}),
@@ -137,6 +153,12 @@ def translated(error: Exception, doing: str, url: str, name: str, keys_hint: str
     if signs & NO_BUCKET:
         return no_bucket(doing, url, name)
     start = _cannot(doing, url)
+    if ROLE_REFUSED in signs:
+        code = next(iter(signs & _REFUSED_ROLES), "an unknown code")
+        said = f"{start}: the token service refuses the role ({code})"
+        return StoreUnavailableError(said, hint=_ROLE_HINT, store=url, name=name)
+    if "NotTakenError" in signs:
+        return StoreUnavailableError(f"{start}: {error}", hint=_NETWORK_HINT, store=url, name=name)
     for known, wrong, hint in _CAUSES:
         if signs & known:
             return StoreUnavailableError(f"{start}: {wrong}", hint=hint or keys_hint, store=url, name=name)
@@ -159,10 +181,14 @@ def signs_of(error: BaseException | None) -> set[str]:
         response = getattr(error, "response", None)
         if isinstance(response, Mapping):
             signs.add(str(response.get("Error", {}).get("Code")))
+            if str(getattr(error, "operation_name", "")).startswith("AssumeRole"):
+                signs.add(ROLE_REFUSED)
         for name in ("error_code", "code", "status_code"):  # of Azure, of Google, of Azure again
             code = getattr(error, name, None)
             if isinstance(code, str | int):
                 signs.add(str(getattr(code, "value", code)))
+        if any(word in str(error).lower() for word in _RETENTION):
+            signs.add(RETAINED)
         if isinstance(error, OSError) and str(error).startswith("Forbidden: "):  # gcsfs's conversion of a 403
             signs.add("403")
         error = error.__cause__ or error.__context__

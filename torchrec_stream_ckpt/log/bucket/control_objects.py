@@ -10,8 +10,8 @@ requests for an old log. A pack decides nothing: if it is missing or damaged, th
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from itertools import count
 from typing import NoReturn
@@ -34,6 +34,8 @@ CONTROL_DIR = "control"
 PACKS_DIR = "packs"
 BASE_DIR = "base"
 _MOST_PACKED_BYTES = 32 * 2**20
+_MOST_AHEAD_BYTES = 64 * 2**20
+"""Bytes of packs that are read at the same time. A larger pack is read alone."""
 _KNOWN = 2 * BLOCK
 """Newest records that are kept in memory."""
 
@@ -52,8 +54,13 @@ def _block_dir(number: int) -> str:
 
 def _numbers(objects: Objects, folder: str) -> list[int]:
     """Return the numbers that name objects of a folder, in order."""
-    names = (entry.name.rpartition("/")[2] for entry in objects.list(f"{folder}/"))
-    return sorted(int(name) for name in names if len(name) == 20 and name.isdecimal())
+    return sorted(_sizes(objects, folder))
+
+
+def _sizes(objects: Objects, folder: str) -> dict[int, int]:
+    """Return the lengths of the objects of a folder that numbers name."""
+    entries = ((entry.name.rpartition("/")[2], entry.num_bytes) for entry in objects.list(f"{folder}/"))
+    return {int(name): size for name, size in entries if len(name) == 20 and name.isdecimal()}
 
 
 class ControlObjects:
@@ -225,11 +232,12 @@ class ControlObjects:
         if number == self._end and number:
             return  # the usual case: everything was read before, and one request shows whether there is more
         self._check_not_deleted(number)
-        packs = set(_numbers(self._objects, PACKS_DIR))
+        packs, ahead = _sizes(self._objects, PACKS_DIR), dict[int, Future[dict[int, bytes] | None]]()
         with ThreadPoolExecutor(self._objects.reads_ahead, "stream-ckpt-control") as pool:
             while True:
                 begin = number // BLOCK * BLOCK
-                records = self._unpacked(begin) if begin in packs else None
+                self._read_ahead(pool, ahead, begin, packs)
+                records = ahead.pop(begin).result() if begin in packs else None
                 if records is None:
                     listed = [each for each in _numbers(self._objects, _block_dir(begin)) if each >= number]
                     found = zip(listed, pool.map(self._read, listed), strict=True)
@@ -242,6 +250,30 @@ class ControlObjects:
                 if number % BLOCK or number == begin:
                     self._check_gap(number, records, packs)
                     return
+
+    def _read_ahead(
+        self,
+        pool: ThreadPoolExecutor,
+        ahead: dict[int, Future[dict[int, bytes] | None]],
+        begin: int,
+        packs: Mapping[int, int],
+    ) -> None:
+        """Begin to read adjacent packs from the block ``begin`` on, several at the same time.
+
+        Args:
+            pool: Reads them.
+            ahead: Packs that are being read. New ones are added.
+            begin: First record of the block.
+            packs: Lengths of all packs.
+        """
+        num_bytes = sum(packs[each] for each in ahead)
+        while begin in packs:
+            if begin not in ahead:
+                num_bytes += packs[begin]
+                if ahead and (len(ahead) >= self._objects.reads_ahead or num_bytes > _MOST_AHEAD_BYTES):
+                    return
+                ahead[begin] = pool.submit(self._unpacked, begin)
+            begin += BLOCK
 
     def _check_gap(self, number: int, listed: Iterable[int], packs: Iterable[int]) -> None:
         """Check that no later record exists where the records end: each was created after the one before it.

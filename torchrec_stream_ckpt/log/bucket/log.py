@@ -22,6 +22,7 @@ from torchrec_stream_ckpt.log.bucket.streams import DataObject, object_name, pie
 from torchrec_stream_ckpt.log.bucket.writer import BucketWriter
 from torchrec_stream_ckpt.log.watch import Watch
 from torchrec_stream_ckpt.store.api import LooksFirst, open_store
+from torchrec_stream_ckpt.store.bucket_rules import LIFECYCLE, HasRules, check_rules, remarks
 from torchrec_stream_ckpt.util.layout import IDENTITY_FILE, bucket_generation
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
@@ -63,6 +64,7 @@ class BucketLog:
         check_ranks(partitions)
         with of_log("cannot create the bucket log"):
             held = read_if_there(self._objects, IDENTITY_FILE)
+            check_rules(self._objects, warn=True)
             if held is None and identity is None:
                 self._check_new()
             is_new = held is None and self._objects.create(IDENTITY_FILE, [(identity or uuid.uuid4().hex).encode()])
@@ -151,6 +153,10 @@ class BucketLog:
         except StreamCkptError as error:
             yield Finding("log: bucket", error.headline, Severity.BAD, error.hint or "check the URI and the options")
             return
+        if isinstance(self._objects, HasRules):
+            for check, found, hint in remarks(self._objects.rules()):
+                worst = Severity.BAD if check == LIFECYCLE else Severity.WARNING
+                yield Finding.of(f"log: {check}", found, well=not hint, hint=hint, otherwise=worst)
         if held is None:
             yield Finding("log: bucket", f"{self.uri} answers, and holds no log")
             return
