@@ -28,7 +28,6 @@ SAFE = {
     "retention.ms": "-1",
     "retention.bytes": "-1",
     "cleanup.policy": "delete",
-    "message.timestamp.type": "LogAppendTime",
 }
 COPIES = [(3, 3), (3, 3)]
 CLUSTER = "--bootstrap-server h:1"
@@ -50,7 +49,6 @@ def test_a_safe_topic_is_well() -> None:
         ("retention.ms", "604800000", Severity.BAD),
         ("retention.bytes", "1000", Severity.BAD),
         ("cleanup.policy", "compact", Severity.BAD),
-        ("message.timestamp.type", "CreateTime", Severity.BAD),
         ("unclean.leader.election.enable", "true", Severity.BAD),
         ("max.message.bytes", "500000", Severity.BAD),
         ("min.insync.replicas", "1", Severity.WARNING),

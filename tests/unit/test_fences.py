@@ -75,7 +75,7 @@ ONE_WAY_BUT_FOR = {("log", "log/bucket"), ("log", "log/kafka")}
 
 CLIENT_OF_KAFKA = {
     f"log/kafka/{role}.py"
-    for role in ("arrivals", "brokers", "client", "control_topic", "log", "producer", "reader", "topics")
+    for role in ("arrivals", "brokers", "client", "clocks", "control_topic", "log", "producer", "reader", "topics")
 }
 
 # What may import torch: everything else must run where it is not installed.

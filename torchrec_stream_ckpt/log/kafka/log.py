@@ -5,7 +5,7 @@ This module ensures that no frame is dropped, reordered or skipped without an er
 have one role each: `brokers` finds leaders and ends of partitions, `topics` creates topics, `producer` sends, `reader`
 reads, `arrivals` waits for records, `presence` checks acknowledged data, `control_topic` keeps control records,
 `client` makes clients, `settings` configures them, `codes` sorts their errors, `reasons` and `probe` explain why there
-is no answer, and `health` judges settings.
+is no answer, `health` judges settings, and `clocks` compares clocks.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _SEVERAL = (
     "the topic is compacted, or the times of several records are too far from the broker's clock (or it has another "
     "reason, which only the broker's log names)"
 )
-_SEVERAL_HINT = "run {doctor}: it names the setting and prints the command that mends it"
+_SEVERAL_HINT = "run {doctor}: it names the setting, compares the clocks and prints the command that mends it"
 # (part of the code or text, rank, meaning, what to try). The highest rank is the true reason.
 _MEANINGS = (
     (
@@ -84,7 +84,8 @@ _MEANINGS = (
         1,
         "the time of the record is too far from the broker's clock (message.timestamp.before.max.ms and "
         "message.timestamp.after.max.ms of the topic bound that)",
-        "set the clocks right by NTP, or let the broker stamp the records: {doctor} prints the command",
+        "set the clocks right by NTP, or let the broker stamp the records: {doctor} compares the clocks and prints "
+        "the command",
     ),
     ("INVALID_RECORD", 1, _SEVERAL, _SEVERAL_HINT),
     ("_INVALID_DIFFERENT_RECORD", 1, _SEVERAL, _SEVERAL_HINT),

@@ -10,17 +10,10 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.util.uris import KafkaUri
 
-_KEEP, _STAMP = "it deletes rows that markers need", "its brokers refuse records of a host whose clock is off"
-TOPIC_SETTINGS = {
-    "retention.ms": ("-1", _KEEP),
-    "retention.bytes": ("-1", _KEEP),
-    "cleanup.policy": ("delete", _KEEP),
-    "message.timestamp.type": ("LogAppendTime", _STAMP),
-}
-"""Settings of both topics: they keep their records until we trim them, and stamp them themselves.
-
-Name -> (value, effect of another one)."""
-NEW_TOPIC_SETTINGS = {name: value for name, (value, _) in TOPIC_SETTINGS.items()}
+# For both topics: they must keep their records until we trim them, and accept a whole frame with its framing.
+TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy": "delete"}
+# For the topics that we make. The broker stamps their records, so it refuses none because of our clock.
+NEW_TOPIC_SETTINGS = TOPIC_SETTINGS | {"message.timestamp.type": "LogAppendTime"}
 LEAST_MESSAGE_BYTES = MAX_FRAME_BYTES + 1000
 CONTROL_TIMEOUT_S = 15.0
 

@@ -13,9 +13,12 @@ from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.log.api import Finding, Incarnation, Severity
 from torchrec_stream_ckpt.log.kafka.brokers import ANSWER_TIMEOUT_S, PROPAGATION_S, Brokers
 from torchrec_stream_ckpt.log.kafka.client import plain
+from torchrec_stream_ckpt.log.kafka.clocks import compare_clocks
 from torchrec_stream_ckpt.log.kafka.health import (
     BROKER_DEFAULTS,
     NEEDED_RIGHTS,
+    Ahead,
+    TimeBounds,
     acl_command,
     demands,
     examine_new_topics,
@@ -37,8 +40,8 @@ def prepare(brokers: Brokers, partitions: int) -> Incarnation:
     """Create the topics or add partitions. Refuses topics whose settings would lose rows or refuse records.
 
     Raises:
-        ConfigError: a topic has a retention, is compacted, does not stamp its records, or does not accept a whole
-            frame; the error names all such settings of the topic.
+        ConfigError: a topic has a retention, is compacted, or does not accept a whole frame, or one with the time of
+            this host's clock; the error names all such settings of the topic.
         LogUnavailableError: the brokers do not answer, or do not permit it.
     """
     preflight(brokers)
@@ -87,7 +90,9 @@ def examine(brokers: Brokers) -> Iterator[Finding]:
         rights = {each.name for each in topics[topic.name].authorized_operations or ()}
         user = brokers.options.get("sasl.username")
         cluster = _cluster(brokers)
-        yield from examine_topic(topic.name, topic.settings, topic.replicas, rights, cluster=cluster, user=user)
+        yield from examine_topic(
+            topic.name, topic.settings, topic.replicas, rights, topic.ahead, cluster=cluster, user=user
+        )
 
 
 def _examine_new(brokers: Brokers, names: Sequence[str], broker: int) -> Iterator[Finding]:
@@ -176,13 +181,21 @@ class _Topic(NamedTuple):
     settings: dict[str, str]
     replicas: list[tuple[int, int]]
     """(replicas, those in sync) of each partition."""
+    ahead: list[Ahead]
+    """Differences between this host's clock and the brokers', as far as they are known."""
 
 
-def _look(brokers: Brokers, topics: Mapping[str, Any]) -> Iterator[_Topic]:
-    """Yield the topics that exist, with their settings, the data topic first."""
-    for name in sorted(topics, key=lambda name: name != brokers.uri.data_topic):
-        replicas = [(len(each.replicas), len(each.isr)) for each in topics[name].partitions]
-        yield _Topic(name, _settings(brokers, name), replicas)
+def _look(brokers: Brokers, topics: Mapping[str, Any]) -> list[_Topic]:
+    """Read the settings of the topics that exist, and compare the clocks if a topic bounds the times of records."""
+    data = brokers.uri.data_topic
+    names = sorted(topics, key=lambda name: name != data)
+    settings = {name: _settings(brokers, name) for name in names}
+    bounds = [TimeBounds.of(settings[name]) for name in names]
+    ahead = compare_clocks(brokers, topics[data], bounds) if data in topics else []
+    return [
+        _Topic(name, settings[name], [(len(each.replicas), len(each.isr)) for each in topics[name].partitions], ahead)
+        for name in names
+    ]
 
 
 def _settings(brokers: Brokers, topic: str) -> dict[str, str]:
@@ -204,7 +217,7 @@ def _cluster(brokers: Brokers) -> str:
 
 def _check_settings(topic: _Topic, cluster: str) -> None:
     copies = min(count for count, _ in topic.replicas)
-    if bad := [each for each in demands(topic.settings, copies) if not each.well]:
+    if bad := [each for each in demands(topic.settings, copies, topic.ahead) if not each.well]:
         raise ConfigError(
             f"topic '{topic.name}' has " + ", ".join(f"{each.setting}={each.found} ({each.why})" for each in bad),
             hint=alter_command(cluster, topic.name, ",".join(each.right for each in bad)),
