@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import jobs, ranks
+from tests import jobs, warm
 from tests.inside import inside
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
 from torchrec_stream_ckpt import StreamConfig
@@ -63,8 +63,8 @@ def test_a_job_that_never_waits_for_its_counts_commits_what_its_tables_hold(
 ) -> None:
     """Counted at the boundary where a drain is due (of ``drain_every`` 4: the second one first), sent at the next."""
     uri = f"file://{tmp_path}"
-    done = ranks.run(2, _train, uri, drain_every)
+    done = warm.run(2, _train, uri, drain_every)
     for _, sent, left in done:
         assert {step for step, rows in enumerate(sent, 1) if rows} == sends
         assert left
-    assert differences(done[0][0], ranks.run(3, _restore, uri)[0]) == []
+    assert differences(done[0][0], warm.run(3, _restore, uri)[0]) == []

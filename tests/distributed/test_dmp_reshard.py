@@ -11,7 +11,7 @@ from torchrec.distributed.sharding_plan import column_wise, construct_module_sha
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.keyed import CombinedOptimizer
 
-from tests import jobs, ranks
+from tests import jobs, warm
 from tests.model import PLAN_2, PLAN_3, Net, Spec, Trainer, differences, trainer, truth
 from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamConfig
@@ -86,9 +86,9 @@ def _restore(uri: str, optimizer: str, marker: str | None) -> tuple[State, int]:
 @pytest.mark.parametrize("optimizer", ["rowwise", "adagrad"])
 def test_markers_around_a_reshard_are_exact(optimizer: str, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    truths = ranks.run(2, _train, uri, optimizer)[0]
+    truths = warm.run(2, _train, uri, optimizer)[0]
     layouts = [claim.layout for claim in Control(FileLog(tmp_path)).refresh().claims.values()]
     assert len({layout.crc for layout in layouts if layout is not None}) == len(layouts) == 3
     for world, marker in ((2, None), (3, None), (2, "2:3"), (3, "1:1")):
-        state, number = ranks.run(world, _restore, uri, optimizer, marker)[0]
+        state, number = warm.run(world, _restore, uri, optimizer, marker)[0]
         assert differences(truths[number], state, rng=False) == []

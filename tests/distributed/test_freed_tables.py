@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests import jobs, ranks
+from tests import jobs, warm
 from tests.model import PLAN_1, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError
@@ -54,10 +54,10 @@ def _restore(uri: str) -> dict[str, torch.Tensor]:
 
 def test_a_cut_while_tables_are_freed_fails_by_name_and_loses_nothing(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    said, expected = ranks.run(1, _cut_without_tables, uri)[0]
+    said, expected = warm.run(1, _cut_without_tables, uri)[0]
     assert "memory stashing" in said
     assert "ebc.t_user" in said
-    assert differences(expected, ranks.run(1, _restore, uri)[0]) == []
+    assert differences(expected, warm.run(1, _restore, uri)[0]) == []
 
 
 def _not_resizable(uri: str) -> list[str]:
@@ -83,4 +83,4 @@ def _not_resizable(uri: str) -> list[str]:
 
 
 def test_capture_leaves_all_memory_of_the_user_resizable(tmp_path: Path) -> None:
-    assert ranks.run(1, _not_resizable, f"file://{tmp_path}") == [[]]
+    assert warm.run(1, _not_resizable, f"file://{tmp_path}") == [[]]

@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import DataParallelWrapper, Distributed
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import ranks
+from tests import warm
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
@@ -143,12 +143,12 @@ def test_sharded_dense_state_comes_back_bit_for_bit(
     source: str, world: int, targets: dict[int, list[str]], tmp_path: Path
 ) -> None:
     uri = f"file://{tmp_path}"
-    saved = ranks.run(world, _save, source, uri)
+    saved = warm.run(world, _save, source, uri)
     towers = {f"{name}.{index}.{kind}" for name in ("bottom", "top") for index in (0, 2) for kind in ("weight", "bias")}
     wanted = {"root": {"bias", *towers}, "towers": towers, "ddp": set()}
     assert saved[0][3] == wanted[source.split()[0]]
     for target_world, kinds in targets.items():
-        fresh, stepped = from_both_starts(ranks.run, target_world, _restore, kinds, uri)
+        fresh, stepped = from_both_starts(warm.run, target_world, _restore, kinds, uri)
         for rank, found in (*enumerate(fresh), *enumerate(stepped)):
             expected, losses_then, later_then, _ = saved[min(rank, world - 1)]
             for kind, (state, losses, later) in zip(kinds, found, strict=True):
@@ -179,7 +179,7 @@ def _staged(uri: str) -> tuple[int, int]:
 
 def test_a_markers_copy_is_not_touched_by_the_next_step(tmp_path: Path) -> None:
     parameters = 9
-    for found in ranks.run(2, _staged, f"file://{tmp_path}"):
+    for found in warm.run(2, _staged, f"file://{tmp_path}"):
         assert found == (3 * parameters, 0)  # weights, exp_avg, exp_avg_sq
 
 
@@ -227,7 +227,7 @@ def _refusals(uri: str) -> dict[str, str]:
     module="tables inside FSDP2", outcome="refused", why="`fully_shard() was applied to tables of a sharded module`"
 )
 def test_what_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
-    said = ranks.run(2, _refusals, f"file://{tmp_path}")[0]
+    said = warm.run(2, _refusals, f"file://{tmp_path}")[0]
     assert "FullyShardedDataParallel (FSDP1) is not captured" in said["fsdp1"]
     assert "module=_dmp_wrapped_module.top" in said["fsdp1"]
     assert "the dense parameter bias is in neither DDP nor FSDP2" in said["left out"]
@@ -267,7 +267,7 @@ def _accumulated(kind: str, uri: str, restore: bool) -> tuple[list[str], State]:
 @pytest.mark.parametrize("kind", ["root adam", "towers adagrad"])
 def test_a_sharded_gradient_that_is_accumulated_comes_back(kind: str, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    then, now = (ranks.run(2, _accumulated, kind, uri, restore) for restore in (False, True))
+    then, now = (warm.run(2, _accumulated, kind, uri, restore) for restore in (False, True))
     for (held, trained), (held_now, resumed) in zip(then, now, strict=True):
         assert len(held) >= 8
         assert held == held_now
@@ -292,7 +292,7 @@ def _not_reduced(uri: str) -> list[str]:
 
 
 def test_a_gradient_that_fsdp_has_not_reduced_is_refused_by_name(tmp_path: Path) -> None:
-    for said in ranks.run(2, _not_reduced, f"file://{tmp_path}"):
+    for said in warm.run(2, _not_reduced, f"file://{tmp_path}"):
         assert said[1::2] == ["committed", "committed"]
         for text in said[::2]:
             assert "was accumulated on this rank alone: FSDP2 has not reduced it" in text

@@ -13,7 +13,7 @@ from torchrec.modules.mc_modules import (
     LFU_EvictionPolicy,
 )
 
-from tests import ranks
+from tests import warm
 from tests.collided import TABLES, Net, State, Truths, attach, evicted, go_on, job, restore, train
 from tests.model import differences
 from torchrec_stream_ckpt import FollowedTables, follow
@@ -50,12 +50,12 @@ def _covering(case: str) -> Any:
 def test_a_marker_and_what_follows_it_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
     """Evictions are at steps 3, 6, 9, 12, 15 of one table and 4, 8, 12, 16 of the other."""
     uri, build, marked = f"file://{tmp_path}", CASES[case], [1, 7, 11, 12, 13]
-    done = ranks.run(2, train, uri, marked, 17, build)
+    done = warm.run(2, train, uri, marked, 17, build)
     for table, *_ in TABLES:
         happened = [lost for truths in done for lost in evicted(truths, table).items()]
         assert sum(lost for _, lost in happened) > 10, happened
         assert sum(lost for step, lost in happened if step > 13) > 1, happened
-    for rank, restored in enumerate(ranks.run(2, restore, uri, marked, 17, build)):
+    for rank, restored in enumerate(warm.run(2, restore, uri, marked, 17, build)):
         for first, truths in zip(marked, restored, strict=True):
             assert truths.keys() == set(range(first, 18))
             for step, (state, maps) in truths.items():
@@ -97,10 +97,10 @@ def _restore_newest(uri: str) -> tuple[State, State]:
 def test_maps_of_smaller_shards_are_put_together(tmp_path: Path) -> None:
     """4 ranks, then 2, then 1: at each change the histories since the last eviction are not empty."""
     uri = f"file://{tmp_path}"
-    done = ranks.run(4, train, uri, [7], 7, {})
+    done = warm.run(4, train, uri, [7], 7, {})
     tables, maps = done[0][7][0], [truths[7][1] for truths in done]
     for world, last in ((2, 13), (1, 17)):
-        restored = ranks.run(world, _restore_smaller, uri, last)
+        restored = warm.run(world, _restore_smaller, uri, last)
         for rank, (found, found_maps, _) in enumerate(restored):
             assert differences(tables, found, rng=False) == []
             mine = maps[rank * len(maps) // world : (rank + 1) * len(maps) // world]
@@ -116,7 +116,7 @@ def test_maps_of_smaller_shards_are_put_together(tmp_path: Path) -> None:
                     assert int(found_maps[f"{table}.{name}"]) == int(mine[0][f"{table}.{name}"])
         tables, maps = restored[0][2][last][0], [truths[last][1] for *_, truths in restored]
         assert sum(sum(evicted(truths, table).values()) for *_, truths in restored for table, *_ in TABLES) > 3
-    (state,) = ranks.run(1, _restore_newest, uri)
+    (state,) = warm.run(1, _restore_newest, uri)
     assert differences(tables, state[0]) == []
     assert differences(maps[0], state[1]) == []
 
@@ -152,12 +152,12 @@ def _refusals(uri: str) -> dict[str, str]:
 )
 def test_what_has_no_exact_answer_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    ranks.run(2, train, uri, [3], 3, {})
-    for said in ranks.run(3, _refused, uri):
+    warm.run(2, train, uri, [3], 3, {})
+    for said in warm.run(3, _refused, uri):
         assert "rows [0, 6) is not a union of whole maps of the marker, which has rows [0, 8)" in said
         assert "table=mc._embedding_module.one" in said
         assert "restore on 2 ranks" in said
-    said = ranks.run(2, _refusals, uri)[0]
+    said = warm.run(2, _refusals, uri)[0]
     assert "the eviction interval is 4 in the marker and 5 in this job" in said["interval"]
     assert "keeps map_counts, map_last_access_iter, " in said["policy"]
     assert " in the marker and map_last_access_iter, " in said["policy"]
@@ -190,7 +190,7 @@ def _attach_refused(uri: str) -> list[str]:
     why="`the id map of HashZchManagedCollisionModule is not captured`",
 )
 def test_maps_whose_state_is_not_known_are_refused_at_attach(tmp_path: Path) -> None:
-    hashed, policy = ranks.run(2, _attach_refused, f"file://{tmp_path}")[0]
+    hashed, policy = warm.run(2, _attach_refused, f"file://{tmp_path}")[0]
     assert "HashZchManagedCollisionModule is not captured" in hashed
     assert "table=two" in hashed
     assert "_OtherPolicy is not captured" in policy
@@ -211,4 +211,4 @@ def _serve(uri: str) -> list[str]:
 
 
 def test_a_replica_gets_the_dense_parameters_of_a_job_with_id_maps(tmp_path: Path) -> None:
-    assert ranks.run(1, _serve, f"file://{tmp_path}") == [[]]
+    assert warm.run(1, _serve, f"file://{tmp_path}") == [[]]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests import ranks
+from tests import warm
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, trainer
@@ -104,7 +104,7 @@ def _marked(uri: str) -> tuple[list[str], list[str], list[str]]:
 
 def test_what_rank_0_says_of_a_marker_is_in_the_log_once(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    found = ranks.run(2, _marked, uri)
+    found = warm.run(2, _marked, uri)
     assert found[0] == found[1]
     refused, marked, restored = found[0]
     assert restored == [marked[5], marked[0], marked[5], marked[0], marked[5]]
@@ -162,7 +162,7 @@ def _by_event_time(uri: str) -> list[tuple[int, float]]:
 
 
 def test_markers_by_event_time_are_cut_where_the_last_rank_has_ended_a_stretch(tmp_path: Path) -> None:
-    found = ranks.run(2, _by_event_time, f"file://{tmp_path}")
+    found = warm.run(2, _by_event_time, f"file://{tmp_path}")
     assert found[0] == found[1]
     times = [event_s for _, event_s in found[0]]
     assert [time // 100 for time in times] == [11.0, 12.0, 14.0]  # it began in the stretch from 1000

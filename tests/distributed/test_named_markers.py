@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests import ranks
+from tests import warm
 from tests.jobs import attach
 from tests.model import PLAN_2, trainer
 from tests.parts import app
@@ -43,7 +43,7 @@ def _restored(uri: str, name: str, other: str) -> list[Any]:
 
 def test_a_name_and_the_best_are_taken_by_every_call_that_takes_a_marker(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/log"
-    ranks.run(2, _train, uri)
+    warm.run(2, _train, uri)
     assert CliRunner().invoke(app, ["name", uri, "1:1", "prod"]).exit_code == 0
     for number, (name, marker, step) in enumerate(
         (("prod", "1:1", 1), ("best:auc:max", "1:2", 2), ("latest", None, 3))
@@ -55,7 +55,7 @@ def test_a_name_and_the_best_are_taken_by_every_call_that_takes_a_marker(tmp_pat
         reader.read_metadata()
         assert reader.step == step
         if marker is not None:
-            found = ranks.run(2, _restored, uri, name, f"file://{tmp_path}/other{number}")
+            found = warm.run(2, _restored, uri, name, f"file://{tmp_path}/other{number}")
             assert found[0] == found[1]
             assert found[0][:3] == [marker, marker, step]
         assert CliRunner().invoke(app, ["export", uri, name, "--to", f"dcp://{tmp_path}/out{number}"]).exit_code == 0

@@ -14,7 +14,7 @@ from torchrec.optim.clipping import GradientClipping, GradientClippingOptimizer
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
-from tests import ranks
+from tests import warm
 from tests.model import PLAN_2, PLAN_3, Trainer, batch, differences, trainer, truth
 from tests.parts import fused_kernels
 from tests.starts import from_both_starts
@@ -149,11 +149,11 @@ def _restore(nest: str, uri: str, steps: list[int], stepped: bool) -> list[tuple
 @pytest.mark.covers(optimizer="in WarmupOptimizer and GradientClippingOptimizer", kernel="fused", pipeline="plain")
 def test_wrappers_and_the_next_rates_come_back(nest: str, targets: dict[int, list[int]], tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    trained = ranks.run(2, _train, nest, uri)
+    trained = warm.run(2, _train, nest, uri)
     seen, losses = trained[0]
     assert len({(seen[step].rates[0], *seen[step].kernels) for step in range(STEPS)}) == STEPS
     for world, steps in targets.items():
-        fresh, stepped = from_both_starts(ranks.run, world, _restore, nest, uri, steps)
+        fresh, stepped = from_both_starts(warm.run, world, _restore, nest, uri, steps)
         for rank, restored in (*enumerate(fresh), *enumerate(stepped)):
             seen, losses = trained[min(rank, 1)]
             for step, (at_once, later, losses_here) in zip(steps, restored, strict=True):
@@ -205,7 +205,7 @@ def _refusals(uri: str) -> dict[str, str]:
 
 
 def test_other_wrappers_are_refused_by_name(tmp_path: Path) -> None:
-    said = ranks.run(2, _refusals, f"file://{tmp_path}")[0]
+    said = warm.run(2, _refusals, f"file://{tmp_path}")[0]
     assert "the optimizer Unknown may have state" in said["around dense"]
     assert "the optimizer Unknown may have state" in said["around fused"]
     assert "the optimizer OwnWarmup may have state" in said["derived"]
@@ -251,8 +251,8 @@ def _scale(uri: str, restore: bool) -> tuple[Scaled, Scaled]:
 
 def test_an_amp_scaler_goes_on_where_it_was(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    trained = ranks.run(2, _scale, uri, False)
-    for then, now in zip(trained, ranks.run(2, _scale, uri, True), strict=True):
+    trained = warm.run(2, _scale, uri, False)
+    for then, now in zip(trained, warm.run(2, _scale, uri, True), strict=True):
         for (scale, state), (scale_now, state_now) in zip(then, now, strict=True):
             assert scale_now == scale
             assert differences(state, state_now) == []

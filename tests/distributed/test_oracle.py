@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
+from tests import ranks, warm
 from tests.inside import inside
 from tests.jobs import attach, settle
 from tests.model import PLAN_2, PLAN_3, Trainer, trainer
@@ -144,7 +144,7 @@ def _edit(uri: str, name: str) -> Said:
 def test_a_value_written_behind_the_hook_is_named_by_every_rank(name: str, tmp_path: Path) -> None:
     case, uri = CASES[name], f"file://{tmp_path}"
     what = f"the stream has {case.said[1]}, the table {case.unsaid[1]}"
-    for where, message in ranks.run(2, _edit, uri, name):
+    for where, message in warm.run(2, _edit, uri, name):
         assert where == case.cell.where(step=2, marker="1:3")
         assert message == _says(what, f"1 ({case.cell.table}: 1)")
     assert _markers(uri) == ["1:1", "1:2"]
@@ -164,7 +164,7 @@ def _edit_many(uri: str) -> Said:
 
 def test_step_raises_at_one_step_on_all_ranks_and_counts_what_differs_on_all_of_them(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    said = ranks.run(2, _edit_many, uri)
+    said = warm.run(2, _edit_many, uri)
     assert said[0] == said[1]
     where, message = said[0]
     assert where == Cell("ebc.t_user", 8, 5, rank=0).where(step=8, marker="1:2")
@@ -252,11 +252,11 @@ def _honest_on_three(uri: str, cell: Cell) -> Said:
 
 def test_an_honest_job_passes_through_restores_and_merges_and_is_still_watched(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    assert ranks.run(2, _honest, uri) == [26, 26]
+    assert warm.run(2, _honest, uri) == [26, 26]
     first = _markers(uri)
     assert len(first) >= 3
     cell = Cell("ebc.t_item", 305, 4, rank=2)
-    for where, _ in ranks.run(3, _honest_on_three, uri, cell):
+    for where, _ in warm.run(3, _honest_on_three, uri, cell):
         assert where | {"marker": ""} == cell.where(step=33, marker="")
     assert set(_markers(uri)) > set(first)
     assert _markers(uri)[-1].startswith("2:")

@@ -15,7 +15,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import EmainplaceMod
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 from torchrec.streamable import Pipelineable
 
-from tests import jobs, ranks
+from tests import jobs, warm
 from tests.model import FEATURES, OPTIMIZERS, PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
 from tests.parts import fused_kernels
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig, TrackedLoader
@@ -169,7 +169,7 @@ def _uninterrupted(kind: str, factory: pytest.TempPathFactory) -> tuple[Path, li
     """The log of an uninterrupted job on two ranks, and what each rank trained; once for all tests."""
     if kind not in _finished:
         log = factory.mktemp("log")
-        _finished[kind] = (log, ranks.run(2, _from_the_start, kind, f"file://{log}"))
+        _finished[kind] = (log, warm.run(2, _from_the_start, kind, f"file://{log}"))
     return _finished[kind]
 
 
@@ -189,7 +189,7 @@ def test_a_restored_job_trains_exactly_the_batches_that_follow(
     log, uninterrupted = _uninterrupted(source, tmp_path_factory)
     shutil.copytree(log, tmp_path / "log")
     names = [f"1:{number + 1}" for number in markers]
-    for rank, found in enumerate(ranks.run(world, _restored, kind, f"file://{tmp_path / 'log'}", names)):
+    for rank, found in enumerate(warm.run(world, _restored, kind, f"file://{tmp_path / 'log'}", names)):
         then = uninterrupted[min(rank, 1)]
         for number, (state, after) in zip(markers, found, strict=True):
             step = MARKERS[number]
@@ -328,8 +328,8 @@ ORDERS = {"semi-sync": looked_up, "prefetch": distributed}
 def test_a_marker_with_batches_in_flight_is_that_of_the_trained_ones(name: str, in_flight: int, tmp_path: Path) -> None:
     """The restored job looks its first batch up with the rows of the marker, as a pipeline does that was drained."""
     uri, drained = f"file://{tmp_path / 'full'}", f"file://{tmp_path / 'drained'}"
-    uninterrupted = ranks.run(2, _in_flight, name, [uri, drained], RMSPROP)
-    restored = ranks.run(2, _in_flight_restored, name, uri, RMSPROP)
+    uninterrupted = warm.run(2, _in_flight, name, [uri, drained], RMSPROP)
+    restored = warm.run(2, _in_flight_restored, name, uri, RMSPROP)
     for (full, whole), (state, iterations, losses, later) in zip(uninterrupted, restored, strict=True):
         assert _but_iterations(differences(full[0], state)) == []
         assert full[1] == {CUT + in_flight}
@@ -338,7 +338,7 @@ def test_a_marker_with_batches_in_flight_is_that_of_the_trained_ones(name: str, 
         assert differences(whole[3], later) == []
         if not in_flight:
             assert losses == full[2][CUT:]
-    state, iterations, _, _ = ranks.run(3, _in_flight_restored, name, uri, RMSPROP)[0]
+    state, iterations, _, _ = warm.run(3, _in_flight_restored, name, uri, RMSPROP)[0]
     assert _but_iterations(differences(uninterrupted[0][0][0], state)) == []
     assert iterations == {CUT}
 
@@ -354,12 +354,12 @@ def test_a_marker_with_batches_in_flight_is_that_of_the_trained_ones(name: str, 
 )
 def test_a_lookup_in_flight_that_averages_is_in_the_marker_and_averages_again(tmp_path: Path) -> None:
     uris = [f"file://{tmp_path / name}" for name in ("full", "drained")]
-    uninterrupted = ranks.run(2, _in_flight, "semi-sync", uris, EMA)
-    for rank, (state, _, losses, _) in enumerate(ranks.run(2, _in_flight_restored, "semi-sync", uris[0], EMA)):
+    uninterrupted = warm.run(2, _in_flight, "semi-sync", uris, EMA)
+    for rank, (state, _, losses, _) in enumerate(warm.run(2, _in_flight_restored, "semi-sync", uris[0], EMA)):
         full, drained = uninterrupted[rank]
         assert _but_iterations(differences(full[0], state)) == []
         assert _but_iterations(differences(full[0], drained[0]))
         assert losses != drained[2][CUT:]
-    for rank, (state, _, losses, _) in enumerate(ranks.run(2, _in_flight_restored, "semi-sync", uris[1], EMA)):
+    for rank, (state, _, losses, _) in enumerate(warm.run(2, _in_flight_restored, "semi-sync", uris[1], EMA)):
         assert _but_iterations(differences(uninterrupted[rank][1][0], state)) == []
         assert losses == uninterrupted[rank][1][2][CUT:]

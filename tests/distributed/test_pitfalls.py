@@ -21,7 +21,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import jobs, ranks
+from tests import jobs, ranks, warm
 from tests.model import PLAN_2, assemble, differences, trainer, truth
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -80,9 +80,9 @@ def _restore_tables(uri: str) -> dict[str, torch.Tensor]:
 @pytest.mark.pitfall(5)
 def test_a_model_without_dense_parameters(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    expected = ranks.run(2, _train_tables, uri)[0]
+    expected = warm.run(2, _train_tables, uri)[0]
     assert len(expected) == 2
-    assert differences(expected, ranks.run(3, _restore_tables, uri)[0]) == []
+    assert differences(expected, warm.run(3, _restore_tables, uri)[0]) == []
 
 
 def _with_a_tracker(uri: str) -> tuple[int, dict[str, torch.Tensor]]:
@@ -108,7 +108,7 @@ def _restored(uri: str) -> dict[str, torch.Tensor]:
 def test_the_slot_of_trackers_is_left_to_the_user(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     tracked = ranks.run(2, _with_a_tracker, uri)
-    restored = ranks.run(2, _restored, uri)
+    restored = warm.run(2, _restored, uri)
     for (calls, expected), state in zip(tracked, restored, strict=True):
         assert calls >= 3
         assert differences(expected, state) == []
@@ -142,7 +142,7 @@ def _refused_modules(directory: Path) -> dict[str, str]:
     plan="2D (DMPCollection)", outcome="refused", why="`2D parallelism (DMPCollection) is not captured`"
 )
 def test_modules_that_need_a_gpu_to_be_built_are_refused_by_name(tmp_path: Path) -> None:
-    for name, text in ranks.run(2, _refused_modules, tmp_path)[0].items():
+    for name, text in warm.run(2, _refused_modules, tmp_path)[0].items():
         assert f"{name} is not captured" in text or (name == "2D" and "2D parallelism (DMPCollection)" in text)
 
 
@@ -160,7 +160,7 @@ def test_key_value_tables_are_refused_by_name() -> None:
 @pytest.mark.pitfall(33)
 def test_states_have_the_names_of_fbgemm() -> None:
     """TorchRec calls every first state ``momentum1``: a log must not depend on that."""
-    assert ranks.run(1, _state_names) == [("sum",)]
+    assert warm.run(1, _state_names) == [("sum",)]
 
 
 def _state_names() -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from tests import ranks
+from tests import warm
 from tests.inside import inside
 from tests.parts import app
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -55,7 +55,7 @@ def run(*arguments: str) -> Any:
 @pytest.mark.parametrize(("world", "drain_every"), [(1, 1), (2, 4)])
 def test_a_job_sends_what_was_planned(world: int, drain_every: int, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/log"
-    ranks.run(world, train, uri, drain_every)
+    warm.run(world, train, uri, drain_every)
     first, last = run("list", uri)["markers"]
     assert (first["step"], last["step"]) == (STEPS, 2 * STEPS)
     sent, rows = last["bytes"] - first["bytes"], last["rows"] - first["rows"]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests import ranks
+from tests import ranks, warm
 from tests.inside import inside
 from tests.model import PLAN_1, Spec, Trainer, batch, differences, trainer, truth
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -143,7 +143,7 @@ def _restored(uri: str) -> State:
 
 def _check(uri: str, name: str, paranoid: bool, seconds: float) -> None:
     (state,) = ranks.run(1, _run, uri, name, paranoid, seconds, timeout_s=seconds + 120)
-    (found,) = ranks.run(1, _restored, uri)
+    (found,) = warm.run(1, _restored, uri)
     assert differences(state, found) == []
 
 
@@ -166,7 +166,7 @@ def _counted_in_between(uri: str) -> State:
 
 def test_a_lookup_between_the_reads_of_a_cut_damages_no_marker(tmp_path: Path) -> None:
     (state,) = ranks.run(1, _counted_in_between, f"file://{tmp_path}")
-    (found,) = ranks.run(1, _restored, f"file://{tmp_path}")
+    (found,) = warm.run(1, _restored, f"file://{tmp_path}")
     assert differences(state, found) == []
 
 
@@ -209,7 +209,7 @@ def _in_flight_at_attach(uri: str, paranoid: bool) -> State:
 def test_a_lookup_in_flight_at_the_attach_is_captured(paranoid: bool, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     (state,) = ranks.run(1, _in_flight_at_attach, uri, paranoid)
-    (found,) = ranks.run(1, _restored, uri)
+    (found,) = warm.run(1, _restored, uri)
     assert differences(state, found) == []
 
 

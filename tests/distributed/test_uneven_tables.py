@@ -18,7 +18,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import ranks
+from tests import warm
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
@@ -79,10 +79,10 @@ def held(model: nn.Module, optimizer: CombinedOptimizer) -> Values:
 
 def test_a_rank_without_tables_marks_and_one_rank_restores_all_of_them(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/log"
-    (nothing, _), (trained, step) = ranks.run(2, job, uri, 2)
+    (nothing, _), (trained, step) = warm.run(2, job, uri, 2)
     assert nothing == {}
     assert len(trained) == 2 * TABLES
-    ((restored, restored_step),) = ranks.run(1, job, uri, 0)
+    ((restored, restored_step),) = warm.run(1, job, uri, 0)
     assert restored_step == step == 2
     assert restored.keys() == trained.keys()
     assert all(torch.equal(restored[name], value) for name, value in trained.items())
