@@ -1,4 +1,4 @@
-"""What workers make of a scrub and of a comparison with a proof: by one process and by several."""
+"""What threads make of a scrub, and workers of a comparison with a proof: by one and by several."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.maintain.proof_checker import read_shares
-from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.proofs.window import WindowReader
@@ -48,7 +47,7 @@ class Nothing:
 
 def make_small() -> None:
     """For a smoke test: few rows are several tasks."""
-    scrubber.TASK_BYTES = window.SHARE_BYTES = 2**16
+    window.SHARE_BYTES = 2**16
 
 
 class Proved:
@@ -89,7 +88,7 @@ def tasks(root: Path, store: Path, scratch: Path, rows: int, workers: int, round
     lineage = Control(FileLog(root)).refresh()
 
     def scrub(engine: Engine, pool: ThreadPoolExecutor) -> int:
-        made = Scrubber(held, lambda: lineage, "command", engine=engine)
+        made = Scrubber(held, lambda: lineage, "command", pool=pool if engine.workers > 1 else None)
         list(made.pieces(anew=True))
         assert not made.counts.scrub_damaged
         return made.counts.scrubbed_bytes

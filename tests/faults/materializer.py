@@ -23,7 +23,6 @@ from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain.engine import api
-from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.util import failpoints
@@ -63,7 +62,7 @@ def serve(
     from torchrec_stream_ckpt.cli.main import main
 
     if large:
-        api.SMALL_BYTES, scrubber.TASK_BYTES = 0, 2**14
+        api.SMALL_BYTES = 0
 
     fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(fd, 1)
@@ -89,23 +88,21 @@ class Beside:
     Args:
         folder: Of the log and the store.
         row: Takes what they say of damage.
-        workers: How many the scrub has; if there are several, no task is too small for one.
     """
 
-    def __init__(self, folder: Path, row: Row, workers: int = 1) -> None:
-        self._folder, self._row, self._workers = folder, row, workers
+    def __init__(self, folder: Path, row: Row) -> None:
+        self._folder, self._row = folder, row
         self.running: dict[str, BaseProcess] = {}
         self.runs = 0
 
     def start(self, newest: int, fuse: str = "") -> None:
         """Begin; gc keeps so many of the newest markers, and every third of the others. ``fuse`` is for gc."""
         where = (f"file://{self._folder / 'log'}", "--store", str(self._folder / "store"))
-        engine = ("--engine", f"local:{self._workers}")
         kept = ("--newest", str(newest), "--then-every", "3", "--compact", "--grace", "1s")
-        for verb, more, armed in (("gc", kept, fuse), ("scrub", engine, "")):
+        for verb, more, armed in (("gc", kept, fuse), ("scrub", (), "")):
             (self._folder / verb).unlink(missing_ok=True)
-            arguments = ((verb, *where, *more), self._folder / verb, armed, None, self._workers > 1)
-            self.running[verb] = context.Process(target=serve, args=arguments, daemon=self._workers == 1)
+            arguments = ((verb, *where, *more), self._folder / verb, armed)
+            self.running[verb] = context.Process(target=serve, args=arguments, daemon=True)
             self.running[verb].start()
 
     def join(self, killed: str = "") -> None:

@@ -1,4 +1,4 @@
-"""SIGKILL of workers, and of materializer, gc and scrub, side by side on one store; gc deletes without workers.
+"""SIGKILL of workers of the materializer, and of materializer, gc and scrub, side by side on one store.
 
 No task is too small for a worker here. Whoever dies, the store says what the log says, of every marker.
 """
@@ -35,9 +35,9 @@ _TRIES = 10
 
 
 def kills_of_workers(form: Form) -> None:
-    """Each of the three, and each kind of worker, in random order; a new log after some kills, for it grows."""
+    """Each of the three, and workers, in random order; a new log after some kills, for it grows."""
     draw = form.draw("workers")
-    kills = [(verb, of_worker) for verb in VERBS for of_worker in (False, True) if not (of_worker and verb == "gc")]
+    kills = [(verb, False) for verb in VERBS] + [("materialize", True)]
     kills *= 16 if form.full else 1
     draw.shuffle(kills)
     for begin in range(0, len(kills), KILLS_A_LOG):
@@ -45,7 +45,7 @@ def kills_of_workers(form: Form) -> None:
 
 
 def _name(verb: str, of_worker: bool) -> str:
-    where = "while it deletes" if verb == "gc" else "all tasks at workers"
+    where = {"gc": "while it deletes", "scrub": "while threads read"}.get(verb, "all tasks at workers")
     return f"SIGKILL of {'a worker of ' if of_worker else ''}{verb}, {where}"
 
 
@@ -92,7 +92,7 @@ class _Store:
 
     def _kill(self, row: Row, verb: str, of_worker: bool) -> bool:
         """Run all three, kill one; whether it died as it should have. Whoever was not killed goes on, or ends well."""
-        beside, fired = Beside(self._folder, row, workers=2), False
+        beside, fired = Beside(self._folder, row), False
         process = start(
             [*self._arguments, "--poll-s", "0.01", "--scrub-bytes-per-s", "100MB"], self._output, large=True
         )
@@ -106,7 +106,7 @@ class _Store:
                     victim.join(PATIENCE_S)
                     fired = victim.exitcode == -signal.SIGKILL
                 else:
-                    fired = self._hit(victim, of_worker, 0.6 / 2**number)
+                    fired = self._hit(victim, verb, of_worker, 0.6 / 2**number)
                 if fired:
                     break
                 beside.join()
@@ -125,10 +125,10 @@ class _Store:
         self._pids.clear()
         return fired
 
-    def _hit(self, process: BaseProcess, of_worker: bool, within_s: float) -> bool:
-        """Kill it, or a worker of it, at a random moment once it has one; False: it ended before."""
+    def _hit(self, process: BaseProcess, verb: str, of_worker: bool, within_s: float) -> bool:
+        """Kill it, or a worker of it, at a random moment, of a materializer once it has one; False: it ended before."""
         deadline = time.monotonic() + PATIENCE_S
-        while process.is_alive() and not workers_of(process):
+        while verb == "materialize" and process.is_alive() and not workers_of(process):
             assert time.monotonic() < deadline, f"no worker was started: {self._output.read_text()}"
             time.sleep(0.002)
         process.join(self._draw.uniform(0.0, within_s))

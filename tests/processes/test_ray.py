@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import stores
-from tests.parts import FileLog, Materializer, Scrubber, open_dense
+from tests.parts import FileLog, Materializer, open_dense
 from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import POLICY, grown, in_process
 from tests.processes.test_engine_tasks import PART_BYTES, materialize, proved
@@ -27,7 +27,6 @@ from torchrec_stream_ckpt.maintain import compactor, interval_folder
 from torchrec_stream_ckpt.maintain.engine import api, on_ray, parcel
 from torchrec_stream_ckpt.maintain.engine.on_ray import OnRay
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
-from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.script import free_port
 
@@ -105,7 +104,7 @@ def test_a_cluster_writes_the_bytes_that_one_process_writes_and_a_node_and_worke
 
 def workers_of_ray() -> list[int]:
     """Processes that run our tasks now, or did."""
-    kinds = tuple(f"ray::{kind}".encode() for kind in ("fold", "merge", "scrub", "proof"))
+    kinds = tuple(f"ray::{kind}".encode() for kind in ("fold", "merge", "proof"))
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -114,10 +113,7 @@ def workers_of_ray() -> list[int]:
     return found
 
 
-def test_scrubs_and_proofs_run_on_a_cluster_whose_workers_die(
-    tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(scrubber, "TASK_BYTES", PART_BYTES)
+def test_proofs_run_on_a_cluster(tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(window, "SHARE_BYTES", PART_BYTES)
     tasks: list[str] = []
 
@@ -134,22 +130,10 @@ def test_scrubs_and_proofs_run_on_a_cluster_whose_workers_die(
     job = proved(tmp_path / "log")
     shutil.copytree(job.root, tmp_path / "alone")
     wanted, _ = materialize(tmp_path / "alone", api.InProcess)
-    objects, lineage = open_store(str(job.root)), lineage_of(job)
+    objects = open_store(str(job.root))
     said, _ = materialize(job.root, partial(on, objects, f"file://{job.root}"))
     assert said == wanted
     assert tasks.count("proof") >= 5
-    with ThreadPoolExecutor(2) as pool:
-        single = Scrubber(objects, lambda: lineage, "service")
-        list(single.pieces())
-        with contextlib.closing(on(objects, None, api.Site(None, objects, pool))) as engine:
-            made = Scrubber(objects, lambda: lineage, "command", engine=engine)
-            for number, _ in enumerate(made.pieces()):
-                if number in (20, 40):
-                    for pid in workers_of_ray():
-                        with contextlib.suppress(ProcessLookupError):
-                            os.kill(pid, signal.SIGKILL)
-        assert (made.place.num_bytes, made.counts.scrub_damaged) == (single.place.num_bytes, 0)
-        assert tasks.count("scrub") > 2
 
 
 def test_workers_that_see_another_log_or_store_or_are_of_another_version_write_nothing(

@@ -17,6 +17,7 @@ from tests.unit.folded_job import store_of
 from tests.unit.scrubbed_job import KINDS, harm, name_of, one, scrub, scrubbed_job
 from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.maintain.scrub import scrubber
+from torchrec_stream_ckpt.maintain.scrub.scrub_reader import Part, SegmentPart
 
 POINTS = ("scrub.read", "scrub.place")
 """Where a process may die."""
@@ -58,15 +59,20 @@ def _scrub(root: Path, store: Path) -> None:
 
 
 def read_names(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Names of objects that are read from now on, but for those that name others."""
+    """Names of objects that are read from now on, on any thread, but for those that name others."""
     names: list[str] = []
-    read = scrubber.ScrubReader.read
+    read, whole = scrubber.ScrubReader.read, scrubber.read_whole
 
     def reading(self: scrubber.ScrubReader, name: str) -> Any:
         names.append(name)
         return read(self, name)
 
+    def reading_whole(objects: Any, part: Part, ended: Any) -> int | None:
+        names.append(part.ref.name if isinstance(part, SegmentPart) else part.name)
+        return whole(objects, part, ended)
+
     monkeypatch.setattr(scrubber.ScrubReader, "read", reading)
+    monkeypatch.setattr(scrubber, "read_whole", reading_whole)
     return names
 
 

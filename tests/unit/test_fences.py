@@ -44,7 +44,7 @@ DISTRICTS: dict[str, str] = {
     "verify": "find format log proofs restore store",
     "maintain": "find format log maintain/engine proofs store",
     "maintain/engine": "log store",
-    "maintain/scrub": "find format maintain maintain/engine store",
+    "maintain/scrub": "find format maintain store",
     "maintain/gc": "find format log maintain maintain/scrub store",
     "maintain/recover": "find format log log/control store",
     "read": "find format log maintain proofs store",

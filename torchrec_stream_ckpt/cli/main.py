@@ -78,7 +78,10 @@ ALSO_CALLED = {
     "env": "config",
 }
 """Name in other tools, or former name here -> verb."""
-REMOVED = {("gc", "--engine"): "gc deletes in its own process: leave this option out"}
+REMOVED = {
+    ("gc", "--engine"): "gc deletes in its own process: leave this option out",
+    ("scrub", "--engine"): "scrub reads on threads of its own process: leave this option out",
+}
 """(Verb, option that it had) -> what to do instead."""
 
 

@@ -95,6 +95,7 @@ CheckProofs = Annotated[
         "a running trainer sends them again.",
     ),
 ]
+_SCRUB_THREADS = 8
 ScrubRate = Annotated[
     str | None,
     typer.Option(
@@ -155,9 +156,8 @@ class _Setup:
         if self.scrub_bytes_per_s is not None:
             mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
             rate = self.scrub_bytes_per_s
-            scrubber = Scrubber(
-                objects, lambda: self.job.lineage, "service", mender, service.damaged, made.engine, rate
-            )
+            threads = self.closing.enter_context(ThreadPoolExecutor(_SCRUB_THREADS, "scrub"))
+            scrubber = Scrubber(objects, lambda: self.job.lineage, "service", mender, service.damaged, threads, rate)
             service.scrub = BackgroundScrub(scrubber, rate, service.scrubbed, service.scrub_trouble)
         return made
 
@@ -213,7 +213,7 @@ def materialize_log(
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
 
     Checks every frame. Reads the log and changes nothing there. It may be killed at any time: the next run continues at
-    the end of the store. Large folds and merges, comparisons with proofs and scrubs run in parallel, in processes of
+    the end of the store. Large folds and merges, and comparisons with proofs, run in parallel, in processes of
     this host or on a Ray cluster.
 
     With --until-closed it ends when the job is finished. If the trainer failed or was preempted, it waits for another

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -20,14 +19,12 @@ from torchrec_stream_ckpt.cli.common import (
     progress_bar,
     stopping,
 )
-from torchrec_stream_ckpt.cli.engines import opened_engine
-from torchrec_stream_ckpt.cli.options import Access, EngineOption, Json, Store
+from torchrec_stream_ckpt.cli.options import Access, Json, Store
 from torchrec_stream_ckpt.errors import ConfigError, MarkerNotFoundError, StreamCkptError, printable
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.readings import ScrubPlace
-from torchrec_stream_ckpt.inner import Catalog, Job, Log, Objects
-from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
-from torchrec_stream_ckpt.maintain.engine.choose import EngineName
+from torchrec_stream_ckpt.inner import Catalog, Job, Objects
+from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repairer
@@ -62,7 +59,6 @@ def scrub_store(
     anew: Annotated[
         bool, typer.Option("--anew", help="Begin at the beginning, even if an earlier scrub was ended early.")
     ] = False,
-    engine: EngineOption = "local",
     json: Json = False,
 ) -> None:
     """Read everything that the store holds of a job, and compare all checksums and digests.
@@ -71,8 +67,8 @@ def scrub_store(
     span, each manifest and interval, in the order of their names. It does not read the log (stream-ckpt verify --log
     does). You may end or kill it at any time: the next scrub continues within some seconds of that point. With
     --bytes-per-s R it takes the bytes of the store / R seconds. It prints one line for each damaged object, with its
-    marker, table and path. With no limit, or one of 64 MiB/s and more, several processes or a Ray cluster read in
-    parallel (--engine); they share the limit.
+    marker, table and path. With no limit, or one of 64 MiB/s and more, several threads read in parallel; they share the
+    limit.
 
     --repair keeps the damaged bytes below damaged/, and writes the object again. A base or a span is written from other
     pieces of the store, an interval or a manifest from the log, dense state from the trainer's place for it. Nothing is
@@ -80,7 +76,7 @@ def scrub_store(
     """
     rate = parse_size(bytes_per_s) if bytes_per_s is not None else None
     _check(uri, store, no_log=no_log, repair=repair)
-    run = _Run(rate, repair=repair, anew=anew, quiet=json, access=access, engine=EngineName.parse(engine))
+    run = _Run(rate, repair=repair, anew=anew, quiet=json)
     with stopping(run.stop):
         if uri is not None:
             with access.open_job(uri, store) as opened:
@@ -202,8 +198,6 @@ class _Run:
     repair: bool
     anew: bool
     quiet: bool
-    access: Access
-    engine: EngineName
     ending: threading.Event = field(default_factory=threading.Event)
 
     def stop(self) -> None:
@@ -214,15 +208,7 @@ class _Run:
         if self.ending.is_set():
             raise Stopped
 
-    @contextlib.contextmanager
-    def opened(self, objects: Objects, job: bytes, log: tuple[str, Log] | None) -> Iterator[Engine]:
-        """Open the engine for one job."""
-        with ThreadPoolExecutor(_THREADS) as pool:
-            here = Site(log[1] if log is not None else None, objects, pool, lambda _: self.going_on())
-            with opened_engine(self.engine, here, job, log, self.access) as engine:
-                yield engine
-
-    def scrub(self, objects: Objects, lineage: Lineage, engine: Engine, mender: ScrubMender | None) -> _Result:
+    def scrub(self, objects: Objects, lineage: Lineage, pool: Executor, mender: ScrubMender | None) -> _Result:
         """Read the objects of one job."""
         found: list[Damage] = []
 
@@ -231,16 +217,17 @@ class _Run:
             if not self.quiet:
                 typer.echo(_line(damage))
 
-        scrubber = Scrubber(objects, lambda: lineage, "command", mender, told, engine, self.rate)
+        scrubber = Scrubber(objects, lambda: lineage, "command", mender, told, pool, self.rate)
         allowance = Allowance(self.rate)
         with progress_bar(quiet=self.quiet) as progress:
             task = progress.add_task("scrubbing", total=_total(objects, lineage.job))
             try:
-                for num_bytes in scrubber.pieces(anew=self.anew):
-                    allowance.spend(num_bytes)
-                    progress.update(task, completed=scrubber.place.num_bytes)
-                    self.ending.wait(allowance.wait_s)
-                    self.going_on()
+                with contextlib.closing(scrubber.pieces(anew=self.anew)) as pieces:
+                    for num_bytes in pieces:
+                        allowance.spend(num_bytes)
+                        progress.update(task, completed=scrubber.place.num_bytes)
+                        self.ending.wait(allowance.wait_s)
+                        self.going_on()
             except Stopped:
                 scrubber.kept.keep()
             except BaseException:
@@ -264,8 +251,8 @@ def _scrub_alone(run: _Run, objects: Objects, job: bytes) -> _Result:
         raise MarkerNotFoundError(
             f"the store holds nothing of job {job.hex()}", hint="check --store and --job", store=objects.url
         )
-    with run.opened(objects, job, None) as engine:
-        return run.scrub(objects, Catalog.load(objects, job).lineage(), engine, None)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        return run.scrub(objects, Catalog.load(objects, job).lineage(), pool, None)
 
 
 def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None) -> _Result:
@@ -278,12 +265,12 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
             hint="check --store, or fill it with stream-ckpt materialize URI --store URL",
             store=objects.url,
         )
-    with run.opened(objects, job.lineage.job, (uri, job.log)) as engine:
-        if not run.repair:
-            return run.scrub(objects, job.lineage, engine, None)
-        with ThreadPoolExecutor(_THREADS) as pool, access.kept_dense(uri) as dense_of:
+    with ThreadPoolExecutor(_THREADS) as pool, access.kept_dense(uri) as dense_of:
+        mender = None
+        if run.repair:
             progress = Progress(run.going_on)
             site = Site(job.log, objects, pool, progress.tell)
             intervals = IntervalFolder(job.log, objects, progress, InProcess(site))
             repairer = Repairer(objects, pool, intervals, progress, lambda _: None)
-            return run.scrub(objects, job.lineage, engine, ScrubMender(objects, repairer, dense_of, progress))
+            mender = ScrubMender(objects, repairer, dense_of, progress)
+        return run.scrub(objects, job.lineage, pool, mender)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
@@ -72,7 +72,7 @@ class BackgroundScrub:
         self._allowance = Allowance(bytes_per_s, SAVED_S)
         self._passed = passed
         self._trouble = trouble
-        self._pieces: Iterator[int] | None = None
+        self._pieces: Generator[int] | None = None
         self._rest_s, self._rests_until = 0.0, 0.0
 
     @property
@@ -102,8 +102,9 @@ class BackgroundScrub:
         stop.wait(max(0.0, until - time.monotonic()))
 
     def close(self) -> None:
-        """Save the place of the scrub."""
+        """Save the place of the scrub, and end its threads' reads."""
         if self._pieces is not None:
+            self._pieces.close()
             with contextlib.suppress(StreamCkptError):  # a few seconds of reading are repeated then
                 self._scrubber.kept.save()
 

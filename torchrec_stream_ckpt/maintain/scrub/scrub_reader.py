@@ -3,10 +3,7 @@
 A *unit* is listed and not divided further: a CLAIM, the record that a marker was given up, a fold or a manifest with
 the segments that it names, or the dense state of a marker.
 
-A scrub hands parts of objects to workers, which read them whole and compare their checksums.
-
-A task only reports of each part whether it is as it was written. If a part is not, the scrub reads the object itself,
-and decides what is damaged and how to repair it.
+A *part* is a segment or a dense file. Any thread may read one.
 """
 
 from __future__ import annotations
@@ -14,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
@@ -22,13 +18,11 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import check_chunk, entries_of, parse_front
-from torchrec_stream_ckpt.maintain.engine.api import Site
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
 from torchrec_stream_ckpt.store.reader import load_front, runs_of
 from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
-from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import (
     DENSE_DIR,
     DROPPED_DIR,
@@ -56,24 +50,18 @@ PIECE_BYTES = 4 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class SegmentPart:
-    """The directory of a segment, and those of its chunks that begin in [begin, end)."""
+    """A whole segment: its directory and its chunks."""
 
     job: bytes
     ref: SegmentRef
-    begin: int = 0
-    end: int = 2**63
-
-    @property
-    def name(self) -> str:
-        return self.ref.name
 
     @property
     def num_bytes(self) -> int:
         """Bytes read, approximately."""
-        return min(self.end, self.ref.num_bytes) - self.begin
+        return self.ref.num_bytes
 
     def read(self, objects: Objects, table_name: Callable[[int], str] = str) -> Iterator[int]:
-        """Read the part piece by piece. Yields the bytes of each piece. The directory counts only for the first part.
+        """Read the part piece by piece. Yields the bytes of each piece.
 
         Args:
             objects: The store.
@@ -88,10 +76,8 @@ class SegmentPart:
         if size is not None and size != ref.num_bytes:
             raise CorruptionError(f"segment has {size} bytes, but {ref.num_bytes} were written", name=ref.name)
         front = load_front(objects, ref, self.job)
-        if not self.begin:
-            yield ref.front_bytes
-        mine = [each for each in entries_of(front.directory) if self.begin <= each.offset < self.end]
-        for run in runs_of(mine, PIECE_BYTES):
+        yield ref.front_bytes
+        for run in runs_of(entries_of(front.directory), PIECE_BYTES):
             begin, end = run[0].offset, run[-1].offset + run[-1].num_bytes
             data = objects.read(ref.name, begin, end)
             for entry in run:
@@ -121,48 +107,6 @@ class DensePart:
 
 
 Part = SegmentPart | DensePart
-
-
-def parts_of(part: Part, most_bytes: int) -> Sequence[Part]:
-    """Split a part into parts of at most ``most_bytes``, if it can be split: each has the chunks that begin in it."""
-    if isinstance(part, DensePart) or part.num_bytes <= most_bytes:
-        return (part,)
-    edges = [*range(part.begin, part.begin + part.num_bytes, most_bytes), part.end]
-    return [SegmentPart(part.job, part.ref, *each) for each in pairwise(edges)]
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubTask:
-    """Task that reads parts of objects one after the other."""
-
-    parts: tuple[Part, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        """Total bytes of the parts."""
-        return sum(part.num_bytes for part in self.parts)
-
-    def __str__(self) -> str:
-        return f"scrub {len(self.parts)} parts from {self.parts[0].name} on"
-
-    def run(self, site: Site) -> tuple[int | None, ...]:
-        """Read the parts. Returns the bytes of each, None for one that is not as it was written or cannot be read."""
-        found: list[int | None] = []
-        for part in self.parts:
-            num_bytes = 0
-            try:
-                for piece in part.read(site.objects):
-                    num_bytes += piece
-                    site.tell(piece)
-            except CorruptionError:
-                found.append(None)
-            except StoreUnavailableError:  # the store may be unavailable: each further part would then cost a timeout
-                return (*found, *[None] * (len(self.parts) - len(found)))
-            else:
-                found.append(num_bytes)
-            failpoint("scrub.part")
-        return tuple(found)
-
 
 _SOME_FILE = "x"
 
@@ -282,7 +226,7 @@ class ScrubReader:
         return self._given_up(name)
 
     def part(self, name: str) -> Part | None:
-        """Return the part that is a whole segment or dense file, for this reader or a worker. None for other objects.
+        """Return the part that is a whole segment or dense file, for any thread to read. None for other objects.
 
         Raises:
             CorruptionError: the object that should name it is damaged, or does not name it.

@@ -4,8 +4,8 @@ A pass reads the units of ``scrub_reader`` in the order of their names. Its plac
 seconds (:class:`PlaceKeeper`), so that the next scrub continues there after a kill. Two scrubs at once read everything
 twice and do no harm.
 
-:class:`ReadAhead` holds the batches that a scrub has given to workers and whose results it has not yet processed, in
-the order of its units.
+Threads read segments and dense files ahead. They only report whether these are as they were written. If one is not, the
+scrub reads it itself, and decides what is damaged and how to repair it.
 
 A listing does not show gaps: :func:`lost_manifests` and :func:`markers_without_a_way` find missing manifests, and
 markers to which no pieces lead.
@@ -14,10 +14,11 @@ markers to which no pieces lead.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Executor, Future, wait
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -31,11 +32,9 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.find.strides import Strides
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.readings import MAX_DAMAGED, ScrubPlace
-from torchrec_stream_ckpt.maintain.engine import api
-from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess
 from torchrec_stream_ckpt.maintain.repairer import Repair
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender, marker_of
-from torchrec_stream_ckpt.maintain.scrub.scrub_reader import Part, ScrubReader, ScrubTask, parts_of
+from torchrec_stream_ckpt.maintain.scrub.scrub_reader import Part, ScrubReader
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
@@ -169,103 +168,12 @@ def _newest(catalog: Catalog) -> dict[int, MarkerId]:
     return {marker.generation: marker for marker in sorted(catalog.markers)}
 
 
-TASK_BYTES = 64 * 2**20
-"""Bytes that a task reads, approximately. A larger object is split."""
+AHEAD = 8
+"""Segments and dense files that are read at once, if threads read."""
+FAST_BYTES_PER_S = 64 * 2**20
+"""Bytes per second below which the scrub reads by itself, in small pieces."""
 _PATIENCE_S = 0.2
-"""Seconds between checks for a stop while waiting for tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScrubStep:
-    """One object of a unit, or a part of it."""
-
-    unit: str
-    done: int
-    """Number of objects of the unit that are done after this step."""
-    name: str
-    part: Part | None
-    """Part that a worker reads. None if there is nothing left to read."""
-    ends: bool
-    """True if this is the last part of the object."""
-
-
-class ReadAhead:
-    """Steps given to workers in batches, one task each, in order.
-
-    Args:
-        engine: Runs the tasks. None if the scrub reads every object itself.
-        task_bytes: Bytes that a task reads, approximately.
-    """
-
-    def __init__(self, engine: Engine | None, task_bytes: int) -> None:
-        self._engine = engine
-        self._task_bytes = task_bytes
-        self._gathered: list[ScrubStep] = []
-        self._gathered_bytes = 0
-        self._begun: deque[tuple[list[ScrubStep], Future[tuple[int | None, ...]]]] = deque()
-        self._restarts = engine.restarts if engine is not None else 0
-
-    @property
-    def is_busy(self) -> bool:
-        """True if there are batches whose results were not processed."""
-        return bool(self._begun)
-
-    @property
-    def is_due(self) -> bool:
-        """True if a batch is to be processed now: it is done, or no worker would begin another one at once."""
-        is_full = self._engine is not None and len(self._begun) >= 2 * self._engine.workers
-        return is_full or (bool(self._begun) and self._begun[0][1].done())
-
-    def add(self, unit: str, done: int, name: str, part: Part | None) -> int:
-        """Add an object, with the part to read of it, if any. Returns the bytes of the tasks that begin with it."""
-        parts = parts_of(part, self._task_bytes) if part is not None else (None,)
-        num_bytes = 0
-        for number, each in enumerate(parts, 1):
-            self._gathered.append(ScrubStep(unit, done, name, each, number == len(parts)))
-            self._gathered_bytes += each.num_bytes if each is not None else 0
-            if self._gathered_bytes >= self._task_bytes or not (self._begun or self._gathered_bytes):
-                num_bytes += self.flush()
-        return num_bytes
-
-    def flush(self) -> int:
-        """Begin a task with the gathered parts, however few they are. Returns their bytes."""
-        steps, num_bytes = self._gathered, self._gathered_bytes
-        self._gathered, self._gathered_bytes = [], 0
-        if parts := tuple(step.part for step in steps if step.part is not None):
-            assert self._engine is not None
-            self._begun.append((steps, self._engine.submit(ScrubTask(parts))))
-        elif steps:
-            nothing: Future[tuple[int | None, ...]] = Future()
-            nothing.set_result(())
-            self._begun.append((steps, nothing))
-        return num_bytes
-
-    def oldest(self) -> tuple[list[ScrubStep], tuple[int | None, ...]] | None:
-        """Return the first batch with the bytes of each of its parts. None if it is not done.
-
-        Raises:
-            StreamCkptError: a worker cannot open the store, or several workers have died in succession.
-        """
-        steps, future = self._begun[0]
-        if not future.done():
-            assert self._engine is not None
-            self._engine.wait([future], _PATIENCE_S)
-            if not future.done():
-                return None
-        self._begun.popleft()
-        return steps, future.result()
-
-    def read_again(self) -> int:
-        """Return the most bytes that workers have read again since the last call because other workers died."""
-        died = self._engine.restarts - self._restarts if self._engine is not None else 0
-        self._restarts += died
-        return died * self._task_bytes
-
-    def close(self) -> None:
-        """Cancel tasks that have not begun."""
-        for _, future in self._begun:
-            future.cancel()
-        self._begun.clear()
+"""Seconds between checks for a stop while waiting for threads."""
 
 
 SAVE_S = 5.0
@@ -313,9 +221,9 @@ class Scrubber:
         who: ``service`` or ``command``: each has its own place.
         mender: Repairs damage. None to only report it.
         told: Called with each damaged object.
-        engine: Runs tasks that read many bytes. None to read everything in this process.
-        bytes_per_s: Bytes per second that the caller lets this scrub read, approximately. Tasks are used only if one
-            reads no more than this allows in a second.
+        pool: Threads that read ahead. None to read everything on the calling thread.
+        bytes_per_s: Bytes per second that the caller lets this scrub read, approximately. If it is low, no thread reads
+            ahead.
     """
 
     def __init__(
@@ -325,7 +233,7 @@ class Scrubber:
         who: str,
         mender: ScrubMender | None = None,
         told: Callable[[Damage], None] = lambda _: None,
-        engine: Engine | None = None,
+        pool: Executor | None = None,
         bytes_per_s: float | None = None,
     ) -> None:
         self._objects = objects
@@ -335,10 +243,7 @@ class Scrubber:
         self._told = told
         self.kept = PlaceKeeper(objects, self._job, who, must=mender is not None)
         """Place of this scrub, in the store."""
-        self._engine = engine
-        self._bytes_per_s = bytes_per_s
-        self._doubted: set[str] = set()
-        """Objects that this process has read because a worker found one of their parts not as it was written."""
+        self._pool = pool if bytes_per_s is None or bytes_per_s >= FAST_BYTES_PER_S else None
         self._failed: dict[str, None] = {}
         """Objects that are damaged now, in the order in which they were found."""
         self._is_resumed = False
@@ -351,7 +256,7 @@ class Scrubber:
 
     # One pass.
 
-    def pieces(self, *, anew: bool = False) -> Iterator[int]:
+    def pieces(self, *, anew: bool = False) -> Generator[int]:
         """Read from the place to the end of the pass. Yields the bytes of each piece.
 
         Args:
@@ -383,14 +288,12 @@ class Scrubber:
         yield [unit for unit in units if unit >= MANIFESTS_DIR]
 
     def _units(self, reader: ScrubReader, units: Sequence[str]) -> Iterator[int]:
-        """Read the rest of units: segments and dense files by tasks if these are worth it, other objects here.
+        """Read the rest of units: segments and dense files on threads if there are any, other objects here.
 
-        A task's bytes are yielded when it begins.
+        The bytes of a part that a thread reads are yielded before it begins.
         """
-        engine = self._engine
-        workers = engine if engine is not None and _is_worth_it(engine, self._bytes_per_s) else None
-        ahead = ReadAhead(workers, TASK_BYTES)
-        self._doubted = set()
+        begun: deque[tuple[str, int, str, Future[int | None] | None]] = deque()
+        ended = threading.Event()
         try:
             for unit in units:
                 done = self.place.done if unit == self.place.unit else 0
@@ -399,44 +302,42 @@ class Scrubber:
                 except MarkerNotFoundError:  # a trim deleted its COMMIT: the marker was given up meanwhile
                     continue
                 while number < len(names):
-                    name, part = names[number], None
+                    name, future = names[number], None
                     number += 1
                     if number > done and name not in self._failed:
-                        part = _part_for_worker(reader, name) if workers is not None else None
-                        if part is None:
+                        part = _part_for_thread(reader, name) if self._pool is not None else None
+                        if part is None or self._pool is None:
                             yield from self._one(reader, name)
-                    if num_bytes := ahead.add(unit, max(done, number), name, part):
-                        yield num_bytes
+                        else:
+                            yield part.num_bytes
+                            future = self._pool.submit(read_whole, self._objects, part, ended)
+                    begun.append((unit, max(done, number), name, future))
                     if number == 1:
                         names = reader.names_of(unit)  # the first object names others, and may have been repaired
-                    while ahead.is_due:
-                        yield from self._take_note(reader, ahead)
-            yield ahead.flush()
-            while ahead.is_busy:
-                yield from self._take_note(reader, ahead)
+                    while begun and (begun[0][3] is None or len(begun) > AHEAD):
+                        yield from self._take_note(reader, *begun.popleft())
+            while begun:
+                yield from self._take_note(reader, *begun.popleft())
         finally:
-            ahead.close()
+            ended.set()
+            for *_, future in begun:
+                if future is not None:
+                    future.cancel()
 
-    def _take_note(self, reader: ScrubReader, ahead: ReadAhead) -> Iterator[int]:
-        """Process the result of the oldest task if it is done. Reads objects that a worker doubts, which decides."""
-        found, num_bytes = ahead.oldest(), ahead.read_again()
-        if num_bytes or found is None:
-            yield num_bytes
-        if found is None:
-            return
-        steps, results = found
-        read = iter(results)
-        for step in steps:
-            if step.part is not None:
-                if (num_bytes_read := next(read)) is not None:
-                    is_whole = step.ends and step.name not in self._doubted
-                    self._count(num_bytes_read, objects=int(is_whole))
-                elif step.name not in self._doubted:
-                    self._doubted.add(step.name)
-                    yield from self._one(reader, step.name)
-            if step.ends:
-                failpoint("scrub.read")
-                self._advance(step.unit, step.done)
+    def _take_note(
+        self, reader: ScrubReader, unit: str, done: int, name: str, future: Future[int | None] | None
+    ) -> Iterator[int]:
+        """Process an object that was read, the next one in order. Reads it again if a thread doubts it."""
+        while future is not None and not future.done():
+            wait([future], _PATIENCE_S)
+            yield 0
+        if future is not None:
+            if (num_bytes := future.result()) is not None:
+                self._count(num_bytes, objects=1)
+            else:
+                yield from self._one(reader, name)
+        failpoint("scrub.read")
+        self._advance(unit, done)
 
     def _begin(self, *, anew: bool) -> tuple[str, ...]:
         """Continue a pass, or begin one. Returns the names of objects to read again."""
@@ -546,14 +447,22 @@ class Scrubber:
         return max(0, len(self._failed) - MAX_DAMAGED)
 
 
-def _part_for_worker(reader: ScrubReader, name: str) -> Part | None:
-    """Return the part of an object that a worker can read. None if the scrub must read the object itself."""
+def _part_for_thread(reader: ScrubReader, name: str) -> Part | None:
+    """Return the part that a thread can read. None if the scrub must read the object itself."""
     try:
         return reader.part(name)
     except (CorruptionError, StoreUnavailableError, MarkerNotFoundError):  # reading the object reports it
         return None
 
 
-def _is_worth_it(engine: Engine, bytes_per_s: float | None) -> bool:
-    """Return whether workers help: tasks must not be small, and must read at most what the rate allows in a second."""
-    return not isinstance(engine, InProcess) and (bytes_per_s is None or bytes_per_s >= api.SMALL_BYTES)
+def read_whole(objects: Objects, part: Part, ended: threading.Event) -> int | None:
+    """(on a thread) Read a part. Returns its bytes, or None if it is not as it was written or cannot be read."""
+    num_bytes = 0
+    try:
+        for piece in part.read(objects):
+            num_bytes += piece
+            if ended.is_set():
+                return None
+    except (CorruptionError, StoreUnavailableError):
+        return None
+    return num_bytes
