@@ -1,4 +1,4 @@
-"""Interface of the engines that run the tasks of a materializer, and the engine that runs them in this process.
+"""Base of the engines that run the tasks of a materializer, and the engine that runs them in this process.
 
 A task is a value that states what to read and what to write, by object names and positions in the log. Its output is a
 function of it, so it may run twice, anywhere, or be interrupted and run again.
@@ -92,74 +92,77 @@ class TaskQueue:
         return None
 
 
-class Engine(Protocol):
-    """Runs tasks. Used by one thread."""
+class Engine:
+    """Runs tasks. Used by one thread. Small tasks run in this process when they are submitted.
 
-    @property
-    def name(self) -> str:
-        """Name of the engine, as in ``--engine``."""
+    Args:
+        name: Name of the engine, as in ``--engine``.
+        here: Resources of the tasks that run in this process.
+    """
 
-    @property
-    def workers(self) -> int:
-        """Number of tasks that run at once."""
+    workers = 1
+    """Number of tasks that run at once."""
 
-    @property
-    def restarts(self) -> int:
+    def __init__(self, name: str, here: Site) -> None:
+        self.name = name
+        self.restarts = 0
         """Number of workers that have died and been replaced."""
+        self._here = here
+        self._queue = TaskQueue()
 
     def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
-        """Begin a task, or queue it. ``urgent`` tasks begin before the others."""
-
-    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
-        """Work until one of these is done, or until the time is over.
-
-        An error of a task is set on its future: its own error, or EngineUnavailableError if several workers in
-        succession died of it.
+        """Begin a task, or queue it. ``urgent`` tasks begin before the others.
 
         Raises:
             EngineUnavailableError: the engine cannot be reached.
         """
+        order = Order(task, urgent)
+        if task.num_bytes < SMALL_BYTES:
+            self._run(order)
+        else:
+            self._queue.put(order)
+            try:
+                self._assign()
+            except BaseException:
+                order.future.cancel()  # no caller receives the future
+                raise
+        return order.future
+
+    def _run(self, order: Order) -> None:
+        """Run one task now. Exceptions that end this process, or that were raised to stop it, pass through."""
+        try:
+            result = order.task.run(self._here)
+        except StreamCkptError as error:
+            order.future.set_exception(error)
+        else:
+            order.future.set_result(result)
+
+    def _assign(self) -> None:
+        """Give waiting tasks to free workers."""
+
+    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
+        """Work until one of these is done, or until the time is over.
+
+        In this process, one task runs if none of these is done yet. The caller gets control in between, to do more
+        important work. An error of a task is set on its future: its own error, or EngineUnavailableError if several
+        workers in succession died of it.
+
+        Raises:
+            EngineUnavailableError: the engine cannot be reached.
+        """
+        if not any(future.done() for future in futures) and (order := self._queue.take()) is not None:
+            self._run(order)
 
     def close(self) -> None:
         """End all workers at once. The next materializer repeats their unfinished tasks."""
 
 
-class InProcess:
-    """Runs tasks in this process: small ones when they are submitted, others one by one while a caller waits.
+class InProcess(Engine):
+    """Runs all tasks in this process: those that are not small one by one while a caller waits.
 
     Args:
         site: Resources of the tasks.
     """
 
     def __init__(self, site: Site) -> None:
-        self.name = "local:1"
-        self.workers = 1
-        self.restarts = 0
-        self._site = site
-        self._queue = TaskQueue()
-
-    def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
-        """Run a small task now, or queue it, as ``Engine.submit`` describes."""
-        order = Order(task, urgent)
-        if task.num_bytes < SMALL_BYTES:
-            self.run(order)
-        else:
-            self._queue.put(order)
-        return order.future
-
-    def run(self, order: Order) -> None:
-        """Run one task now. Exceptions that end this process, or that were raised to stop it, pass through."""
-        try:
-            result = order.task.run(self._site)
-        except StreamCkptError as error:
-            order.future.set_exception(error)
-        else:
-            order.future.set_result(result)
-
-    def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
-        """Run one task if none of these is done yet. The caller gets control in between, to do more important work."""
-        if not any(future.done() for future in futures) and (order := self._queue.take()) is not None:
-            self.run(order)
-
-    def close(self) -> None:
-        """Do nothing: there are no workers to end."""
+        super().__init__("local:1", site)

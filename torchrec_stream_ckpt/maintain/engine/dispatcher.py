@@ -9,9 +9,8 @@ from concurrent.futures import Future
 from typing import Any
 
 from torchrec_stream_ckpt.errors import EngineUnavailableError, StreamCkptError
-from torchrec_stream_ckpt.maintain.engine import api
-from torchrec_stream_ckpt.maintain.engine.api import InProcess, Order, Site, Task, TaskQueue
-from torchrec_stream_ckpt.maintain.engine.parcel import Failed
+from torchrec_stream_ckpt.maintain.engine.api import Engine, Order
+from torchrec_stream_ckpt.maintain.engine.parcel import Parcel, SiteAddress, failed, packed
 
 MAX_DEATHS = 3
 """A task is given up if this many workers in a row died of it."""
@@ -21,37 +20,8 @@ _LOOK = "look for out-of-memory kills on their hosts; give them more memory, or 
 _READ = "read what they have printed: nothing has killed them"
 
 
-class Dispatcher(ABC):
-    """Hands tasks to workers. Small tasks run in this process. Implements ``Engine``.
-
-    Args:
-        name: Name of the engine, as in ``--engine``.
-        here: Resources of small tasks.
-    """
-
-    def __init__(self, name: str, here: Site) -> None:
-        self.name = name
-        self.restarts = 0
-        self._here = InProcess(here)
-        self._queue = TaskQueue()
-
-    @property
-    @abstractmethod
-    def workers(self) -> int:
-        """Number of tasks that run at once."""
-
-    def submit(self, task: Task[Any], *, urgent: bool = False) -> Future[Any]:
-        order = Order(task, urgent)
-        if task.num_bytes < api.SMALL_BYTES:
-            self._here.run(order)
-        else:
-            self._queue.put(order)
-            try:
-                self._assign()
-            except BaseException:
-                order.future.cancel()  # no caller receives the future
-                raise
-        return order.future
+class Dispatcher(Engine, ABC):
+    """Hands tasks that are not small to workers."""
 
     def wait(self, futures: Sequence[Future[Any]], timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
@@ -61,14 +31,18 @@ class Dispatcher(ABC):
                 return
             self._poll(left)
 
+    def _packed(self, source: SiteAddress, order: Order) -> Parcel | None:
+        """Pack a task. If it cannot be packed, it ends with an error, and this is None."""
+        try:
+            return packed(source, order.task)
+        except Exception as error:
+            self._done(order, failed(order.task, error))
+            return None
+
     def _done(self, order: Order, result: object) -> None:
         """Finish a task with a worker's answer: the result, or an error, which is a value too."""
-        if isinstance(result, Failed):
-            result = EngineUnavailableError(
-                f"a task failed in its worker ({order.task}): {result.why}",
-                hint="read the worker's output, or use --engine local:1, which runs tasks in this process",
-                engine=self.name,
-            )
+        if isinstance(result, EngineUnavailableError):
+            result.where["engine"] = self.name
         if isinstance(result, StreamCkptError):
             self._fail(order, result)
         elif not order.future.cancelled():
@@ -98,12 +72,5 @@ class Dispatcher(ABC):
             order.future.set_exception(error)
 
     @abstractmethod
-    def _assign(self) -> None:
-        """Give waiting tasks to free workers."""
-
-    @abstractmethod
     def _poll(self, timeout_s: float) -> None:
         """Receive answers of workers, or wait for ``timeout_s``."""
-
-    @abstractmethod
-    def close(self) -> None: ...

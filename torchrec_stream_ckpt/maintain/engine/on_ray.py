@@ -17,7 +17,7 @@ from typing import Any
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.maintain.engine.api import Order, Site, Task
 from torchrec_stream_ckpt.maintain.engine.dispatcher import Dispatcher
-from torchrec_stream_ckpt.maintain.engine.parcel import Failed, SiteAddress, opened, packed, work
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress, opened, work
 
 _REACH_S = 5.0
 _RETRIES = 3
@@ -48,13 +48,8 @@ class OnRay(Dispatcher):
         self._where = (host, port)
         self._ray: Any = None
         self._remote: Any = None
-        self._cpus = 1
         self._running: dict[Any, Order] = {}
         self._connect()
-
-    @property
-    def workers(self) -> int:
-        return self._cpus
 
     def _assign(self) -> None:
         if not self._queue:
@@ -62,11 +57,8 @@ class OnRay(Dispatcher):
         try:
             if self._ray is None:
                 self._connect()
-            while len(self._running) < _QUEUED * self._cpus and (order := self._queue.take()) is not None:
-                try:
-                    parcel = packed(self._source, order.task)
-                except Exception as error:
-                    self._done(order, Failed.by(error))
+            while len(self._running) < _QUEUED * self.workers and (order := self._queue.take()) is not None:
+                if (parcel := self._packed(self._source, order)) is None:
                     continue
                 options = self._remote.options(name=str(order.task), num_cpus=1, max_retries=_RETRIES)
                 self._running[options.remote(*parcel)] = order
@@ -90,7 +82,7 @@ class OnRay(Dispatcher):
         self._count()
 
     def _count(self) -> None:
-        self._cpus = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
+        self.workers = max(1, int(self._ray.cluster_resources().get("CPU", 1)))
 
     def _poll(self, timeout_s: float) -> None:
         if not self._running:
@@ -116,7 +108,8 @@ class OnRay(Dispatcher):
             order = self._running.pop(ref)
             self._done(order, _broken(self.name, order.task, error))
         else:
-            self._done(self._running.pop(ref), opened(answer))
+            order = self._running.pop(ref)
+            self._done(order, opened(answer, order.task))
 
     def _lose(self, error: Exception) -> None:
         """Fail all tasks after the cluster was lost: no answer will arrive from it.

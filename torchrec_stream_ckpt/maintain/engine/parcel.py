@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
+from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.log.api import open_log, options_for
 from torchrec_stream_ckpt.maintain.engine.api import Site, Task
 from torchrec_stream_ckpt.store.api import LooksFirst, open_store
@@ -89,16 +89,13 @@ _MOST_SIGNS = 300
 log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """Answer of a worker after an exception that is not one of this library's error classes."""
-
-    why: str
-
-    @classmethod
-    def by(cls, error: Exception) -> Failed:
-        """Describe the exception in one line, with the name of its class."""
-        return cls(f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_SIGNS])
+def failed(task: object, error: Exception) -> EngineUnavailableError:
+    """Return the answer for an exception that is not one of this library's error classes, in one line."""
+    why = f"{type(error).__name__}: {error}".splitlines()[0][:_MOST_SIGNS]
+    return EngineUnavailableError(
+        f"a task failed in its worker ({task}): {why}",
+        hint="read the worker's output, or use --engine local:1, which runs tasks in this process",
+    )
 
 
 def packed(source: SiteAddress, task: Task[Any]) -> Parcel:
@@ -107,36 +104,29 @@ def packed(source: SiteAddress, task: Task[Any]) -> Parcel:
 
 
 def work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> bytes:
-    """(in a worker) Run a task. Returns its pickled answer: a result, an error of this library, or :class:`Failed`."""
-    answer = _work(parcel, site_of)
-    try:
-        return pickle.dumps(answer)
-    except Exception as error:  # raised by any of its content
-        log.exception("the result of a task cannot be sent")
-        return pickle.dumps(Failed.by(error))
-
-
-def _work(parcel: Parcel, site_of: Callable[[SiteAddress], Site]) -> object:
+    """(in a worker) Run a task. Returns its pickled answer: a result, or an error."""
     version, data = parcel
+    task: Any = "unreadable"
     try:
-        if version != __version__:
-            raise ConfigError(
-                f"a worker runs torchrec_stream_ckpt {__version__}, but its tasks come from version {version}",
-                hint="install the same version everywhere, and restart the process that gives out tasks",
-                node=platform.node(),
-            )
-        source, task = pickle.loads(data)
-        return task.run(site_of(source))
-    except StreamCkptError as error:
-        return error
-    except Exception as error:
+        try:
+            if version != __version__:
+                raise ConfigError(
+                    f"a worker runs torchrec_stream_ckpt {__version__}, but its tasks come from version {version}",
+                    hint="install the same version everywhere, and restart the process that gives out tasks",
+                    node=platform.node(),
+                )
+            source, task = pickle.loads(data)
+            return pickle.dumps(task.run(site_of(source)))
+        except StreamCkptError as error:
+            return pickle.dumps(error)
+    except Exception as error:  # of the task, or raised by what its answer contains
         log.exception("a task failed")
-        return Failed.by(error)
+        return pickle.dumps(failed(task, error))
 
 
-def opened(answer: bytes) -> object:
+def opened(answer: bytes, task: Task[Any]) -> object:
     """Unpickle the answer of a worker."""
     try:
         return pickle.loads(answer)
     except Exception as error:  # raised by a class with its own unpickling
-        return Failed.by(error)
+        return failed(task, error)

@@ -21,7 +21,7 @@ from typing import Any
 from torchrec_stream_ckpt.errors import EngineUnavailableError
 from torchrec_stream_ckpt.maintain.engine.api import Order, Site
 from torchrec_stream_ckpt.maintain.engine.dispatcher import ENDED, Dispatcher
-from torchrec_stream_ckpt.maintain.engine.parcel import Failed, SiteAddress, opened, packed, work
+from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress, opened, work
 
 _TO_END_S = 5.0
 """Seconds that a worker that has closed its pipe may take to end by itself."""
@@ -39,12 +39,8 @@ class Processes(Dispatcher):
     def __init__(self, here: Site, source: SiteAddress, workers: int) -> None:
         super().__init__(f"local:{workers}", here)
         self._source = source
-        self._count = workers
+        self.workers = workers
         self._workers: list[_Worker] = []
-
-    @property
-    def workers(self) -> int:
-        return self._count
 
     @property
     def pids(self) -> list[int]:
@@ -55,14 +51,11 @@ class Processes(Dispatcher):
         for worker in [each for each in self._workers if not each.process.is_alive() and each.order is None]:
             self._bury(worker)
         free = [worker for worker in self._workers if worker.order is None]
-        while free or len(self._workers) < self._count:
+        while free or len(self._workers) < self.workers:
             order = self._queue.take()
             if order is None:
                 return
-            try:
-                parcel = packed(self._source, order.task)
-            except Exception as error:
-                self._done(order, Failed.by(error))
+            if (parcel := self._packed(self._source, order)) is None:
                 continue
             if not free:
                 free.append(self._start(order))
@@ -97,7 +90,7 @@ class Processes(Dispatcher):
                 continue
             assert worker.order is not None
             order, worker.order = worker.order, None
-            self._done(order, opened(answer))
+            self._done(order, opened(answer, order.task))
 
     def _bury(self, worker: _Worker) -> None:
         """Remove a worker that has died or is about to, because it has closed its pipe."""
