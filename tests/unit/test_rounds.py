@@ -91,51 +91,23 @@ def test_a_sandbox_that_shows_no_boot_has_no_clock(monkeypatch: pytest.MonkeyPat
     assert read_clocks(HeldObjects({}), JOB) == {}  # type: ignore[arg-type]
 
 
-@pytest.fixture
-def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What the kernel says of this process."""
-    made = tmp_path / "proc"
-    made.mkdir()
-    (made / "boot_id").write_text("a-boot\n")
-    (made / "timens_offsets").write_text("monotonic           0         0\nboottime            0         0\n")
-    for name in ("time", "time_for_children"):
-        (made / name).symlink_to("time:[4026531834]")
-    names = {"_BOOT_ID": "boot_id", "_OFFSETS": "timens_offsets", "_TIME_NAMESPACE": "time"}
-    for constant, name in (names | {"_OF_CHILDREN": "time_for_children"}).items():
-        monkeypatch.setattr(clocks, constant, made / name)
-    return made
-
-
-def boots(proc: Path) -> list[str]:
+def boots(namespace: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Clocks of a host whose kernel shows this time namespace."""
+    boot = namespace.parent / "boot_id"
+    boot.write_text("a-boot\n")
+    monkeypatch.setattr(clocks, "_BOOT_ID", boot)
+    monkeypatch.setattr(clocks, "_TIME_NAMESPACE", namespace)
     return list(read_clocks(HeldObjects({}), JOB))  # type: ignore[arg-type]
 
 
-def test_a_kernel_without_time_namespaces_tells_the_time_since_its_boot(proc: Path) -> None:
-    for name in ("time", "time_for_children", "timens_offsets"):
-        (proc / name).unlink()
-    assert boots(proc) == ["a-boot"]
-
-
-def test_the_number_of_a_namespace_is_not_believed_for_the_kernel_gives_it_again(proc: Path) -> None:
-    assert boots(proc) == ["a-boot"]
-    for name in ("time", "time_for_children"):
-        (proc / name).unlink()
-        (proc / name).symlink_to("time:[4026532999]")
-    assert boots(proc) == ["a-boot"], "another namespace that shifts nothing shows the host's clock"
-    (proc / "timens_offsets").write_text("monotonic 0 0\nboottime 86400 0\n")
-    assert boots(proc) == []
-
-
-@pytest.mark.parametrize("offsets", ["", "boottime 0", "boottime 0 5", "monotonic 0 0"])
-def test_what_does_not_say_that_nothing_is_shifted_is_no_clock(proc: Path, offsets: str) -> None:
-    (proc / "timens_offsets").write_text(offsets)
-    assert boots(proc) == []
-
-
-def test_offsets_of_a_namespace_that_only_children_enter_say_nothing(proc: Path) -> None:
-    (proc / "time_for_children").unlink()
-    (proc / "time_for_children").symlink_to("time:[4026532999]")
-    assert boots(proc) == []
+def test_only_the_hosts_own_time_namespace_is_a_clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    namespace = tmp_path / "time"
+    assert boots(namespace, monkeypatch) == ["a-boot"], "a kernel without time namespaces"
+    namespace.symlink_to("time:[4026532999]")
+    assert boots(namespace, monkeypatch) == []
+    namespace.unlink()
+    namespace.symlink_to("time:[4026531834]")
+    assert boots(namespace, monkeypatch) == ["a-boot"]
 
 
 @pytest.mark.parametrize("step_s", [86400.0, -86400.0, 0.0])

@@ -323,7 +323,7 @@ def collect(
     try:
         stock, found = _proved(stock, GcRules(grace_s=rules.grace_s), now, read_back)
     except BaseException:
-        with suppress(StreamCkptError):  # a scrub skips listed objects, and these were not proved to be unneeded
+        with suppress(StreamCkptError):  # these were not proved to be unneeded: their grace period has not begun
             tidy(objects, job, listed, (), lambda _: True)
         raise
     with full.outlasted():
