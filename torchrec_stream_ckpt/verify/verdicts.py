@@ -16,7 +16,7 @@ import contextlib
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 
@@ -53,25 +53,35 @@ READERS = 4
 """Number of threads that read the store and compare checksums."""
 
 
-@dataclass(frozen=True, slots=True)
-class Verified:
-    """Counts and results of a marker that was read and found whole."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """Data that was read, of the log and of the store."""
 
-    marker: MarkerId
-    generations: int
-    streams: int
-    frames: int
-    rows: int
-    num_bytes: int
-    dense_files: int
-    dense_bytes: int
-    reach: MarkerId | None = None
-    """Last marker whose rows were read from the store. None if all rows were read from the log."""
+    streams: int = 0
+    frames: int = 0
+    rows: int = 0
+    num_bytes: int = 0
     segments: int = 0
     """Number of segments of the store."""
     stored_rows: int = 0
     stored_bytes: int = 0
     """Bytes of chunks."""
+
+    def __add__(self, other: Amounts) -> Amounts:
+        mine, others = asdict(self), asdict(other)
+        return Amounts(**{name: mine[name] + others[name] for name in mine})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verified(Amounts):
+    """Counts and results of a marker that was read and found whole."""
+
+    marker: MarkerId
+    generations: int
+    dense_files: int
+    dense_bytes: int
+    reach: MarkerId | None = None
+    """Last marker whose rows were read from the store. None if all rows were read from the log."""
     proved: float = 0.0
     """Share of all rows that were compared with proofs of markers. Weights and states count separately."""
     unproved: Unproved | None = None
@@ -290,13 +300,7 @@ class _Way:
     """Totals of the data that leads to a marker, from the start of its path."""
 
     reach: MarkerId | None = None
-    streams: int = 0
-    frames: int = 0
-    rows: int = 0
-    num_bytes: int = 0
-    segments: int = 0
-    stored_rows: int = 0
-    stored_bytes: int = 0
+    read: Amounts = field(default_factory=Amounts)
     damage: tuple[CorruptionError, ...] = ()
 
 
@@ -476,21 +480,15 @@ class Verifier:
     def _verified(self, commit: Commit, step: Step, compared: Compared, uncompared: tuple[str, ...]) -> Verified:
         way = self._ways[step]
         return Verified(
-            commit.id,
-            len(self._lineage.path(commit.id)),
-            way.streams,
-            way.frames,
-            way.rows,
-            way.num_bytes,
-            commit.dense_count,
-            commit.dense_bytes,
-            way.reach,
-            way.segments,
-            way.stored_rows,
-            way.stored_bytes,
-            compared.share,
-            compared.unproved,
-            uncompared,
+            marker=commit.id,
+            generations=len(self._lineage.path(commit.id)),
+            dense_files=commit.dense_count,
+            dense_bytes=commit.dense_bytes,
+            reach=way.reach,
+            proved=compared.share,
+            unproved=compared.unproved,
+            uncompared=uncompared,
+            **asdict(way.read),
         )
 
     def _read(self, step: Step, before: Step | None) -> _Way:
@@ -513,24 +511,13 @@ class Verifier:
         self._turn(step, before, claim.schema)
         if step.stored:
             self._read_store(step, reading)
-            way = replace(
-                way,
-                reach=step.marker,
-                segments=way.segments + reading.segments,
-                stored_rows=way.stored_rows + reading.rows,
-                stored_bytes=way.stored_bytes + reading.num_bytes,
-            )
+            read = Amounts(segments=reading.segments, stored_rows=reading.rows, stored_bytes=reading.num_bytes)
         else:
             begun = before is not None and not before.stored and before.marker.generation == commit.generation
             for interval in self._steps.intervals(step):
                 self._read_interval(reading, interval)
-            way = replace(
-                way,
-                streams=way.streams + (0 if begun else len(commit.ranks)),
-                frames=way.frames + reading.frames,
-                rows=way.rows + reading.rows,
-                num_bytes=way.num_bytes + reading.num_bytes,
-            )
+            streams = 0 if begun else len(commit.ranks)
+            read = Amounts(streams=streams, frames=reading.frames, rows=reading.rows, num_bytes=reading.num_bytes)
         if self._route is None or (commit.id == self._route.marker and not damage):
             reading.check()
         if not (damage or reading.damage):
@@ -543,7 +530,7 @@ class Verifier:
             proofs = {rank: each.dense for rank, each in enumerate(reading.said) if each.dense is not None}
             outcome = self._ledger.outcome(), self._ledger.uncompared
             self._compared[step] = *outcome, _without_rows(of_rank_0), proofs if self._compare_dense is not None else {}
-        return replace(way, damage=(*damage, *reading.damage))
+        return _Way(step.marker if step.stored else way.reach, way.read + read, (*damage, *reading.damage))
 
     def _turn(self, step: Step, before: Step | None, schema: Schema) -> None:
         if before is None:
