@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -15,7 +14,6 @@ import pytest
 
 from tests.processes.odd_tasks import Odd
 from torchrec_stream_ckpt import __version__
-from torchrec_stream_ckpt.cli import engines
 from torchrec_stream_ckpt.cli.engines import kept_probe, opened_engine
 from torchrec_stream_ckpt.cli.options import Access
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
@@ -25,7 +23,6 @@ from torchrec_stream_ckpt.maintain.engine.api import Engine, Site
 from torchrec_stream_ckpt.maintain.engine.choose import EngineName
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.store.api import KeepsTime
 
 
 @pytest.fixture(scope="module")
@@ -132,19 +129,10 @@ def test_a_worker_that_opens_another_store_is_refused(tmp_path: Path) -> None:
         assert future.result()
 
 
-def test_what_workers_of_other_hosts_know_a_store_by_is_put_again_as_long_as_its_process_lives(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """gc takes it away once it is a day old by the store's own time, and a materializer runs for longer."""
-    monkeypatch.setattr(engines, "RENEW_S", 0.01)
-    store = open_store(f"memory://{tmp_path.name}")
-    assert isinstance(store, KeepsTime)
+def test_what_workers_of_other_hosts_know_a_store_by_goes_with_its_process(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
     with kept_probe(store, bytes(16)) as name:
-        first = store.put_at(name)
-        assert first is not None
-        while store.put_at(name) == first:
-            time.sleep(0.01)
-        store.delete(name)  # by mistake, or by a gc after a stop of days
-        while store.size(name) is None:
-            time.sleep(0.01)
+        assert store.size(name) == 0
+        with kept_probe(store, bytes(16)) as another:
+            assert another != name
     assert not list(store.list(""))

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.maintain.gc import clocks
 from torchrec_stream_ckpt.maintain.gc.clocks import ages, elapsed, glance_at_clocks, read_clocks
 from torchrec_stream_ckpt.store.identity import place_of
+from torchrec_stream_ckpt.util.layout import probe_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
 JOB = bytes(16)
@@ -36,14 +37,14 @@ def test_a_host_tells_the_time_since_its_boot_whatever_its_wall_clock_says(
     assert not list(tmp_path.iterdir())
 
 
-def test_an_object_store_tells_its_own_time_and_keeps_nothing_of_the_question(tmp_path: Path) -> None:
+def test_an_object_store_tells_its_own_time_and_keeps_one_object_of_all_questions(tmp_path: Path) -> None:
     store = open_store(f"memory://{tmp_path.name}")
     clock = f"store memory://{tmp_path.name}"
     assert clock not in glance_at_clocks(store, ["manifests/none.json"])
     begin = read_clocks(store, JOB)[clock]
     time.sleep(0.02)
     assert read_clocks(store, JOB)[clock] > begin
-    assert not list(store.list(""))
+    assert [entry.name for entry in store.list("")] == [probe_name(JOB, "0" * 16)]
 
 
 def test_a_look_that_writes_nothing_knows_the_time_of_the_newest_object(tmp_path: Path) -> None:

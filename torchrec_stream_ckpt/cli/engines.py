@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,11 +20,6 @@ from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.util.layout import probe_name
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.uris import parse_uri
-
-RENEW_S = 3600.0
-"""Seconds between two puts of a probe: gc treats a probe that is a day old as left by a killed process."""
-_TO_END_S = 5.0
-"""Longest time, in seconds, that a running put may delay the end of the process."""
 
 
 @contextlib.contextmanager
@@ -72,27 +66,17 @@ def opened_engine(
 
 @contextlib.contextmanager
 def kept_probe(objects: Objects, job: bytes) -> Iterator[str]:
-    """Keep an object in the store by which workers of other hosts recognize it; put it again every hour.
+    """Keep an object in the store by which workers of other hosts recognize it.
 
     Raises:
         StoreUnavailableError: the store does not accept it.
     """
-    name, ended = probe_name(job, secrets.token_hex(8)), threading.Event()
+    name = probe_name(job, secrets.token_hex(8))
     objects.put(name, [b""])
-
-    def renew() -> None:
-        while not ended.wait(RENEW_S):
-            with contextlib.suppress(StreamCkptError):  # an outage of the store: 23 more puts follow
-                objects.put(name, [b""])
-
-    thread = threading.Thread(target=renew, name="stream-ckpt-probe", daemon=True)
-    thread.start()
     try:
         yield name
     finally:
-        ended.set()
-        thread.join(_TO_END_S)
-        with contextlib.suppress(StreamCkptError):  # it is empty, and gc deletes it
+        with contextlib.suppress(StreamCkptError):  # it is empty
             objects.delete(name)
 
 

@@ -108,7 +108,6 @@ _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
 _PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_MARKER}-([a-z0-9-]+)")
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
-_PROBE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/now-[0-9a-f]{{16}}")
 _READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
 _SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_MARKER}-to-{_MARKER}-n([0-9]{{8,20}})-([0-9a-f]{{8}})")
 _SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
@@ -362,11 +361,6 @@ def probe_name(job: bytes, probe: str) -> str:
     ``probe`` has 16 hex digits.
     """
     return f"{GARBAGE_DIR}/{job.hex()}/now-{probe}"
-
-
-def is_probe(name: str) -> bool:
-    """Return whether :func:`probe_name` built it."""
-    return _PROBE.fullmatch(name) is not None
 
 
 def reading_name(job: bytes, time_ms: int, crc: int) -> str:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -27,14 +26,14 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
 _OF_HOST = "time:[4026531834]"
 """Time namespace in which a host boots. The kernel gives this number to no other one."""
-PROBE_S = 86400.0
-"""Age in seconds, by the store's own time, beyond which a probe is from a killed process. Others put theirs again."""
+_PROBE = "0" * 16
+"""Every run puts the same probe again, so one that is killed leaves no other."""
 
 
 def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
     """Read the clocks that this run can read: this host's time since boot, and the store's own clock.
 
-    The store's clock is read by putting an object and deleting it again.
+    The store's clock is read by putting an empty object, always the same one.
 
     Args:
         objects: The store.
@@ -42,30 +41,11 @@ def read_clocks(objects: Objects, job: bytes) -> dict[str, float]:
     """
     clocks = _host_clock()
     if isinstance(objects, KeepsTime):
-        name = probe_name(job, secrets.token_hex(8))
+        name = probe_name(job, _PROBE)
         objects.put(name, [b""])
-        shown = objects.put_at(name)
-        objects.delete(name)
-        if shown is not None:
+        if (shown := objects.put_at(name)) is not None:
             clocks[_store_clock(objects)] = shown
     return clocks
-
-
-def clear_probes(objects: Objects, names: Iterable[str], clocks: Mapping[str, float]) -> None:
-    """Delete the probes of killed processes. Only a store with its own clock shows their age.
-
-    Args:
-        objects: The store.
-        names: Existing probes.
-        clocks: Current readings of the clocks.
-    """
-    if not isinstance(objects, KeepsTime) or (now_s := clocks.get(_store_clock(objects))) is None:
-        return
-    for name in names:
-        with contextlib.suppress(MissingObjectError):
-            shown = objects.put_at(name)
-            if shown is not None and now_s - shown > PROBE_S:
-                objects.delete(name)
 
 
 def glance_at_clocks(objects: Objects, known: Iterable[str]) -> dict[str, float]:

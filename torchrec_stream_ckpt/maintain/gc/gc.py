@@ -30,7 +30,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import BY_HAND, RETENTION, Dropped, Garbage
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.maintain.compactor import Span, plan_spans
-from torchrec_stream_ckpt.maintain.gc.clocks import ages, clear_probes, elapsed, idle, read_clocks, stands_still
+from torchrec_stream_ckpt.maintain.gc.clocks import ages, elapsed, idle, read_clocks, stands_still
 from torchrec_stream_ckpt.maintain.gc.gc_delete import FullDisk, delete_all, telling_what_stays
 from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, enlist, take_inventory, tidy, waited_by
 from torchrec_stream_ckpt.maintain.gc.retention import Candidate, GcPlan, Retention
@@ -345,7 +345,6 @@ def collect(
         tidy(
             objects, job, stock.lists, waiting, lambda each: each.newest == aging and elapsed(each.clocks, now) is None
         )
-    clear_probes(objects, stock.probes, now)
     read_back.tidy(stock.holdings.sizes)
     objects.clear_leftovers()
     full.tell(len(found.now))

@@ -33,7 +33,6 @@ from torchrec_stream_ckpt.util.layout import (
     SummaryName,
     garbage_name,
     is_garbage_list,
-    is_probe,
     manifest_name,
     parse_fold_segment,
     parse_summary_name,
@@ -60,8 +59,6 @@ class StoreInventory:
     """Markers that an outer tier has yet to receive."""
     summaries: tuple[tuple[SummaryName, Entry], ...] = ()
     """Copies of manifests and directories."""
-    probes: tuple[str, ...] = ()
-    """Names of probes: objects that processes have put to check the store or read its clock."""
 
     @property
     def dated(self) -> tuple[str, ...]:
@@ -100,13 +97,12 @@ def take_inventory(objects: Objects, lineage: Lineage | None, job: bytes) -> Sto
     names = sorted(entry.name for entry in objects.list(f"{GARBAGE_DIR}/{job.hex()}/"))
     loaded = ((name, _load_list(objects, name)) for name in names if is_garbage_list(name))
     lists = tuple((name, found) for name, found in loaded if found is not None)
-    probes = tuple(filter(is_probe, names))
     home = bytes(objects.read(IDENTITY_FILE)).decode("ascii", "replace") if objects.size(IDENTITY_FILE) else ""
     pins |= frozenset(aliases(holdings.lineage.notes).values())  # their pins may be on their way
     wanted = awaited(objects, holdings.lineage, catalog.markers - catalog.dropped)
     copies = ((parse_summary_name(each.name), each) for each in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
     summaries = tuple((name, each) for name, each in copies if name is not None)
-    return StoreInventory(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries, probes)
+    return StoreInventory(holdings, pins, lists, tries, lineage is not None, home, wanted, summaries)
 
 
 def _load_list(objects: Objects, name: str) -> Garbage | None:
