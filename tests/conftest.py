@@ -64,7 +64,6 @@ LONG = (
     "tests/distributed/test_warm_start.py",
     "tests/distributed/test_stream_reader.py",
     "tests/distributed/test_markers.py",
-    "tests/processes/test_engine_tasks.py",
     "tests/kafka/test_kafka_recover.py",
     "tests/kafka/test_kafka_tiers.py",
     "tests/distributed/test_elastic.py",

@@ -34,7 +34,9 @@ def workers(page: Path) -> Table:
     ]
     rows = [("folds and merges", *folds), ("the same by processes that share nothing", rounds["one core"], beside)]
     names = {"scrub": "a scrub", "proof": "a marker against its proof"}
-    rows += [(text, tasks[name]["one_core_s"], tasks[name]["several_s"]) for name, text in names.items()]
+    rows += [
+        (text, tasks[name]["one_core_s"], tasks[name]["several_s"]) for name, text in names.items() if name in tasks
+    ]
     found = [[result.said(page), "one core, s", f"{several}, s", "times as fast (range)", "goal"]]
     for text, one, more in rows:
         ratios = [a / b for a, b in zip(one, more, strict=True)]

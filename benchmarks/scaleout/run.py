@@ -1,6 +1,6 @@
 """A materializer by one core and by several, what a byte of its work costs, and a day of it at full size.
 
-Beside it, the same for a scrub, and for the comparison of a marker with its proof (``tasks``).
+Beside it, the same for a scrub, whose threads read (``tasks``).
 
     python benchmarks/scaleout/run.py [--rows 3000000] [--intervals 24] [--rounds 3] [--out FILE.json]
 
@@ -246,7 +246,6 @@ def main() -> None:
         from torchrec_stream_ckpt.maintain.engine import api
 
         api.SMALL_BYTES, interval_folder.BATCH_BYTES, compactor.TASK_BYTES = 0, 1, 1
-        tasks.make_small()
     report: dict[str, Any] = {"case": "scaleout", "command": command_of("scaleout"), "machine": machine()}
     with tempfile.TemporaryDirectory(dir=args.scratch) as folder:
         tell("writing the log")
@@ -254,11 +253,11 @@ def main() -> None:
         trained(root, args.rows, args.intervals)
         report["measured"] = measured(root, Path(folder), args.workers, args.rounds)
         report["unit_costs"] = unit_costs(report["measured"]) | {"task_s": task_cost(root, Path(folder, "none"))}
-        tell("scrubs and proofs")
+        tell("scrubs")
         store = Path(folder, "store")
         fold(root, store, args.workers, Policy(), args.workers)
         close_all()
-        report["tasks"] = tasks.tasks(root, store, Path(folder), args.rows // 4, args.workers, args.rounds)
+        report["tasks"] = tasks.tasks(root, store, args.workers, args.rounds)
     report["load_average_after"] = os.getloadavg()[0]
     tell("simulating")
     report["example"] = EXAMPLE

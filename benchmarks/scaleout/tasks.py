@@ -1,4 +1,4 @@
-"""What threads make of a scrub, and workers of a comparison with a proof: by one and by several."""
+"""What threads make of a scrub: on one core by the calling thread, and on several cores by several."""
 
 from __future__ import annotations
 
@@ -6,35 +6,16 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from tests import builders
-from tests.evolved import EvolvingJob
-from torchrec_stream_ckpt.format.proof import POSITIONS
-from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
-from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
-from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.maintain.materializer import Materializer
-from torchrec_stream_ckpt.maintain.proof_checker import read_shares
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
-from torchrec_stream_ckpt.proofs import window
-from torchrec_stream_ckpt.proofs.window import WindowReader
+from torchrec_stream_ckpt.maintain.engine.api import Site
+from torchrec_stream_ckpt.maintain.scrub.scrubber import AHEAD, Scrubber
 from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.util.types import StateSpec
-
-DIM = 64
-READERS = 4
 
 
 class Nothing:
@@ -45,95 +26,41 @@ class Nothing:
     def run(self, site: Site) -> None: ...
 
 
-def make_small() -> None:
-    """For a smoke test: few rows are several tasks."""
-    window.SHARE_BYTES = 2**16
-
-
-class Proved:
-    """One marker that proves all rows, folded into the folder of its log."""
-
-    def __init__(self, root: Path, rows: int) -> None:
-        table = builders.table("t", rows, DIM, "float32", StateSpec("momentum1", "float32", True))
-        job = EvolvingJob(root, schema=Schema((replace(table, id=3),)), width=POSITIONS)
-        job.first(job.schema)
-        job.commit()
-        log, self.objects = FileLog(root), open_store(str(root))
-        self.lineage = Control(log).refresh()
-        with ThreadPoolExecutor(READERS) as pool:
-            dense, policy = open_dense(str(root)), Policy(rebase=0, compact="none")
-            list(Materializer(log, self.objects, lambda _: dense, pool, policy).catch_up(self.lineage))
-
-    def compare(self, engine: Engine, pool: ThreadPoolExecutor) -> int:
-        """Returns the bytes that were read."""
-        run = partial(read_shares, engine, lambda: None) if not isinstance(engine, InProcess) else None
-        reader, catalog = WindowReader(self.objects, pool, run=run), Catalog.load(self.objects, self.lineage.job)
-        found = reader.check(self.lineage, catalog, max(self.lineage.commits))
-        assert not found.differing
-        return found.num_bytes
-
-
-def tasks(root: Path, store: Path, scratch: Path, rows: int, workers: int, rounds: int) -> dict[str, Any]:
-    """Seconds of each, by one core and by ``workers``, in turns.
+def tasks(root: Path, store: Path, cores: int, rounds: int) -> dict[str, Any]:
+    """Seconds of a scrub by one core and by ``cores``, in turns.
 
     Args:
         root: A log.
         store: Where it is folded.
-        scratch: For a job that proves its rows.
-        rows: Of that job.
-        workers: How many.
+        cores: How many.
         rounds: How often.
     """
-    proved, held = Proved(scratch / "proved", rows), open_store(str(store))
     lineage = Control(FileLog(root)).refresh()
-
-    def scrub(engine: Engine, pool: ThreadPoolExecutor) -> int:
-        made = Scrubber(held, lambda: lineage, "command", pool=pool if engine.workers > 1 else None)
-        list(made.pieces(anew=True))
-        assert not made.counts.scrub_damaged
-        return made.counts.scrubbed_bytes
-
-    works: dict[str, tuple[str, Callable[[Engine, ThreadPoolExecutor], int]]] = {
-        "scrub": (held.url, scrub),
-        "proof": (proved.objects.url, proved.compare),
-    }
-    found: dict[str, dict[int, list[float]]] = {name: {1: [], workers: []} for name in works}
-    done: dict[str, set[int]] = {name: set() for name in works}
+    found: dict[int, list[float]] = {1: [], cores: []}
+    done: set[int] = set()
     for number in range(rounds):
-        turns = [(name, count) for name in works for count in (1, workers)]
-        for name, count in random.Random(number).sample(turns, len(turns)):
-            url, work = works[name]
-            seconds, amount = timed(url, work, count)
-            found[name][count].append(seconds)
-            done[name].add(amount)
-    assert all(len(each) == 1 for each in done.values()), done
-    return {
-        name: {
-            "done": done[name].pop(),
-            "one_core_s": each[1],
-            "several_s": each[workers],
-            "one_core_over_several": statistics.median(a / b for a, b in zip(each[1], each[workers], strict=True)),
-        }
-        for name, each in found.items()
-    }
+        for count in random.Random(number).sample([1, cores], 2):
+            seconds, amount = timed(lineage, store, count)
+            found[count].append(seconds)
+            done.add(amount)
+    (amount,) = done
+    ratios = [a / b for a, b in zip(found[1], found[cores], strict=True)]
+    times = {"one_core_s": found[1], "several_s": found[cores], "one_core_over_several": statistics.median(ratios)}
+    return {"scrub": {"done": amount} | times}
 
 
-def timed(url: str, work: Callable[[Engine, ThreadPoolExecutor], int], workers: int) -> tuple[float, int]:
-    """Wall seconds on as many cores as workers, which have started before, and what was done."""
-    address = SiteAddress(uri=None, kafka_options=None, store=url, store_options=None)
+def timed(lineage: Lineage, store: Path, cores: int) -> tuple[float, int]:
+    """Wall seconds of a pass on so many cores, and the bytes that it has read."""
     usable = os.sched_getaffinity(0)
-    os.sched_setaffinity(0, set(sorted(usable)[:workers]))
+    os.sched_setaffinity(0, set(sorted(usable)[:cores]))  # threads that begin from here on have it, too
     try:
-        with ThreadPoolExecutor(READERS) as pool:
-            here = Site(None, open_store(url), pool)
-            engine: Engine = InProcess(here) if workers == 1 else Processes(here, address, workers)
-            waiting = [engine.submit(Nothing()) for _ in range(workers)]
-            while left := [future for future in waiting if not future.done()]:
-                engine.wait(left, 1.0)
+        with ThreadPoolExecutor(AHEAD) as pool:
+            made = Scrubber(open_store(str(store)), lambda: lineage, "command", pool=pool if cores > 1 else None)
             begin = time.perf_counter()
-            amount = work(engine, pool)
+            for _ in made.pieces(anew=True):
+                pass
             seconds = time.perf_counter() - begin
-            engine.close()
     finally:
         os.sched_setaffinity(0, usable)
-    return seconds, amount
+    assert not made.counts.scrub_damaged
+    return seconds, made.counts.scrubbed_bytes

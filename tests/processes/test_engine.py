@@ -18,6 +18,7 @@ from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import serve, wait
 from tests.forks import context, fork_workers
 from tests.parts import FileLog, Materializer, Policy, check_synced, open_dense
+from tests.processes.odd_tasks import Odd
 from tests.synthetic import Job, image_of_store, images_of_all
 from tests.unit.folded_job import events_of, has, lineage_of, made_once
 from tests.unit.test_fold import check
@@ -25,6 +26,7 @@ from torchrec_stream_ckpt.errors import EngineUnavailableError
 from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Objects, open_store
 from torchrec_stream_ckpt.maintain import compactor, interval_folder
 from torchrec_stream_ckpt.maintain.engine import api
+from torchrec_stream_ckpt.maintain.engine.api import Order, TaskQueue
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -98,6 +100,19 @@ def in_process(job: Job, policy: Policy = POLICY) -> dict[str, bytes]:
         list(made.catch_up(lineage_of(job)))
         made.settle(lineage_of(job))
     return dict(stores.contents(objects))
+
+
+def test_urgent_tasks_begin_first_and_one_whose_worker_died_begins_before_its_kind() -> None:
+    queue, task = TaskQueue(), Odd("ends")
+    others, urgent = [Order(task, urgent=False) for _ in range(3)], [Order(task, urgent=True) for _ in range(2)]
+    for order in (*others, *urgent):
+        queue.put(order)
+    assert queue.take() is urgent[0]
+    queue.put_back(urgent[0])
+    others[0].future.cancel()
+    taken = [queue.take() for _ in range(5)]
+    assert taken == [*urgent, *others[1:], None]
+    assert not queue
 
 
 @pytest.mark.usefixtures("nothing_is_small")

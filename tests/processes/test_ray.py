@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ from tests import stores
 from tests.parts import FileLog, Materializer, open_dense
 from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import POLICY, grown, in_process
-from tests.processes.test_engine_tasks import PART_BYTES, materialize, proved
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError
@@ -27,7 +24,6 @@ from torchrec_stream_ckpt.maintain import compactor, interval_folder
 from torchrec_stream_ckpt.maintain.engine import api, on_ray, parcel
 from torchrec_stream_ckpt.maintain.engine.on_ray import OnRay
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
-from torchrec_stream_ckpt.proofs import window
 from torchrec_stream_ckpt.script import free_port
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # all on 127.0.0.1, not on the address of this host
@@ -104,36 +100,13 @@ def test_a_cluster_writes_the_bytes_that_one_process_writes_and_a_node_and_worke
 
 def workers_of_ray() -> list[int]:
     """Processes that run our tasks now, or did."""
-    kinds = tuple(f"ray::{kind}".encode() for kind in ("fold", "merge", "proof"))
+    kinds = tuple(f"ray::{kind}".encode() for kind in ("fold", "merge"))
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             if path.read_bytes().startswith(kinds):
                 found.append(int(path.parent.name))
     return found
-
-
-def test_proofs_run_on_a_cluster(tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(window, "SHARE_BYTES", PART_BYTES)
-    tasks: list[str] = []
-
-    class Named(OnRay):
-        def submit(self, task: api.Task[Any], *, urgent: bool = False) -> Any:
-            tasks.append(str(task).split()[0])
-            return super().submit(task, urgent=urgent)
-
-    def on(objects: Objects, uri: str | None, here: api.Site) -> OnRay:
-        host, _, port = cluster.address.partition(":")
-        address = SiteAddress(uri=uri, kafka_options=None, store=objects.url, store_options=None)
-        return Named(here, address, host, int(port))
-
-    job = proved(tmp_path / "log")
-    shutil.copytree(job.root, tmp_path / "alone")
-    wanted, _ = materialize(tmp_path / "alone", api.InProcess)
-    objects = open_store(str(job.root))
-    said, _ = materialize(job.root, partial(on, objects, f"file://{job.root}"))
-    assert said == wanted
-    assert tasks.count("proof") >= 5
 
 
 def test_workers_that_see_another_log_or_store_or_are_of_another_version_write_nothing(

@@ -89,7 +89,6 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     from tests.faults import kills, materializer
     from tests.processes import (
         test_copies_kills,
-        test_engine_tasks,
         test_gc_kills,
         test_head_kills,
         test_scrub_kills,
@@ -109,7 +108,6 @@ def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     names = compiled_in()
     in_units = (
         test_copies_kills,
-        test_engine_tasks,
         test_marker_names,
         test_marker_values,
         test_trim,

@@ -24,7 +24,6 @@ from torchrec_stream_ckpt.format.segment import entries_of
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain import fold as fold_module
 from torchrec_stream_ckpt.maintain import merge as merge_module
-from torchrec_stream_ckpt.proofs import window as window_module
 from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, cells_of
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.util.types import StateSpec
@@ -57,24 +56,6 @@ def test_markers_of_any_job_are_as_they_were_proved(tmp_path: Path, seed: int, p
         if check.window is not None:
             assert check.compared.total == cells_of(lineage.claims[check.marker.generation].schema, check.window)
             assert 0 < check.compared.checked <= check.compared.total
-
-
-@pytest.mark.parametrize("policy", ["intervals", "bases"])
-def test_a_window_in_many_shares_is_compared_as_in_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
-) -> None:
-    random_job(tmp_path, 1)
-    fold(tmp_path, POLICIES[policy])
-    whole = list(checks(tmp_path))
-    shares = []
-    cut = window_module.cut_window
-    monkeypatch.setattr(window_module, "SHARE_BYTES", 1)
-    monkeypatch.setattr(window_module, "cut_window", lambda *each: shares.append(cut(*each)) or shares[-1])
-    cut_up = list(checks(tmp_path))
-    assert max(map(len, shares)) > 5
-    sent = [picked for each in shares for share in each for _, piece in share.pieces for picked in piece]
-    assert all((len(each.front.directory), each.front.notes) == (len(each.chunks), b"") for each in sent)
-    assert [replace(check, num_bytes=0) for check, _ in cut_up] == [replace(check, num_bytes=0) for check, _ in whole]
 
 
 SMALL = Schema((replace(table("t_a", 700, 4), id=3), replace(table("t_b", 500, 4), id=9)))
@@ -160,5 +141,3 @@ def test_a_row_that_the_materializer_loses_is_found_by_the_marker_that_proves_it
         assert check.marker.marker >= 2
         assert check.compared.unproved is not None
         assert {block.proved for block in check.compared.unproved.blocks} == {check.marker}
-    monkeypatch.setattr(window_module, "SHARE_BYTES", 1)
-    assert [check.compared for check, _ in checks(tmp_path) if check.differing] == [each.compared for each in found]

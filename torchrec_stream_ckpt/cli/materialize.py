@@ -213,8 +213,7 @@ def materialize_log(
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
 
     Checks every frame. Reads the log and changes nothing there. It may be killed at any time: the next run continues at
-    the end of the store. Large folds and merges, and comparisons with proofs, run in parallel, in processes of
-    this host or on a Ray cluster.
+    the end of the store. Large folds and merges run in parallel, in processes of this host or on a Ray cluster.
 
     With --until-closed it ends when the job is finished. If the trainer failed or was preempted, it waits for another
     one. Needs no torch.

@@ -108,7 +108,7 @@ class Materializer:
         self.compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
         self._late: StreamCkptError | None = None
         """Error because of which a fold of this round was not written. Raised late, because markers have priority."""
-        self.proofs = ProofChecker(objects, pool, self.compactor, self._repairer, self._progress, proofs, self.engine)
+        self.proofs = ProofChecker(objects, pool, self.compactor, self._repairer, self._progress, proofs)
         """Compares markers with their proofs."""
         self._summarizer = Summarizer(objects, pool, self._progress)
         keeper = HeadKeeper(head, self._repairer, self.proofs, self._progress) if head is not None else None

@@ -2,14 +2,12 @@
 
 A marker is compared once. Differences are attributed to the marker whose proof shows them. Within one round of windows,
 all rows have been read through the pieces that a restore uses, whichever process wrote them.
-
-Tasks read the window of a marker: each sums up the rows of some tables.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from concurrent.futures import Executor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -22,11 +20,9 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import Window
 from torchrec_stream_ckpt.format.readings import Comparison
 from torchrec_stream_ckpt.maintain.compactor import Compactor
-from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repairer
 from torchrec_stream_ckpt.proofs.proof_status import ProofStatus, back_from, of_history, status_of, turn_markers
-from torchrec_stream_ckpt.proofs.shares import ShareFound, WindowShare
 from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, window_of
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -34,61 +30,6 @@ from torchrec_stream_ckpt.store.reader import load_notes
 from torchrec_stream_ckpt.store.verdicts import STORE, leave_verdict, list_proved, note_proved
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.types import MarkerId
-
-_PATIENCE_S = 0.2
-"""Seconds between checks for a stop while waiting for tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class ProofTask:
-    """Task that reads one share of a window."""
-
-    share: WindowShare
-    whole: bool
-    """True if chunks are read whole, with their checksums."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to read, approximately."""
-        return self.share.num_bytes
-
-    def __str__(self) -> str:
-        first, last = self.share.tables[0], self.share.tables[-1]
-        return f"proof of tables {first.table} (row {first.begin}) to {last.table} (row {last.end})"
-
-    def run(self, site: Site) -> ShareFound:
-        """Read the share and return its sums, as ``Task`` describes."""
-        failpoint("proof.share")
-        return self.share.read(site.objects, site.pool, site.tell, whole=self.whole)
-
-
-def read_shares(
-    engine: Engine, going_on: Callable[[], None], shares: Sequence[WindowShare], whole: bool
-) -> list[ShareFound]:
-    """Read the shares of a window. They are urgent, because markers wait for the comparison, and merges for markers.
-
-    Args:
-        engine: Runs the tasks.
-        going_on: Called repeatedly. Ends the work by raising.
-        shares: Shares to read.
-        whole: As in :class:`ProofTask`.
-
-    Raises:
-        CorruptionError, StoreUnavailableError: as in :meth:`WindowShare.read`.
-        EngineUnavailableError: the engine cannot be reached.
-    """
-    futures = []
-    try:
-        for share in shares:
-            futures.append(engine.submit(ProofTask(share, whole), urgent=True))
-        while left := [future for future in futures if not future.done()]:
-            going_on()
-            engine.wait(left, _PATIENCE_S)
-        return [future.result() for future in futures]
-    finally:
-        for future in futures:
-            future.cancel()
-
 
 _TIDY_EVERY = 64
 """Number of compared markers after which notes on deleted markers are removed."""
@@ -116,7 +57,6 @@ class ProofChecker:
         repairer: Repairs damaged objects.
         progress: Updated with the bytes read.
         rule: Receivers of the results. None to compare nothing.
-        engine: Runs the tasks.
     """
 
     def __init__(
@@ -127,7 +67,6 @@ class ProofChecker:
         repairer: Repairer,
         progress: Progress,
         rule: ProofRule | None,
-        engine: Engine,
     ) -> None:
         self._objects = objects
         self._pool = pool
@@ -135,8 +74,7 @@ class ProofChecker:
         self._repairer = repairer
         self._progress = progress
         self._rule = rule
-        run = partial(read_shares, engine, progress.going_on) if not isinstance(engine, InProcess) else None
-        self._reader = WindowReader(objects, pool, progress.count_proved, run)
+        self._reader = WindowReader(objects, pool, progress.count_proved)
         self._said: list[Comparison] | None = None
         """Comparisons noted in the store, as far as known. None if they are still to be listed."""
         self._pending: dict[MarkerId, None] = {}

@@ -87,26 +87,14 @@ class TableSums:
     def _per_row(self, section: int) -> bool:
         return section > 0 and self.spec.states[section - 1].per_row
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of the numbers of all rows."""
-        return 8 * self.spec.rows * len(self._numbers)
+    def allocate(self, window: Window) -> npt.NDArray[np.int32]:
+        """Allocate the numbers for the blocks of ``window``.
 
-    def allocate(self, window: Window, begin: int = 0, end: int | None = None) -> npt.NDArray[np.int32]:
-        """Allocate the numbers for the blocks of ``window`` that have rows in [begin, end).
-
-        Returns the place of the marker that sent each block last, starting with the block of row ``begin``.
-
-        Args:
-            window: Blocks to check.
-            begin: First row that will arrive. It is also the first row of a block.
-            end: The row after the last one. If None, the end of the table.
+        Returns the place of the marker that sent each block of the table last.
         """
         assert self.spec.id is not None
-        end = self.spec.rows if end is None else end
-        self._first = begin // BLOCK_ROWS
-        count = -(-end // BLOCK_ROWS) - self._first
-        chosen = window.blocks(self.spec.id, begin, end) - self._first
+        count = -(-self.spec.rows // BLOCK_ROWS)
+        chosen = window.blocks(self.spec.id, 0, self.spec.rows)
         self._slot = np.full(count, -1, np.int64)
         self._slot[chosen] = np.arange(len(chosen))
         self._values = np.zeros((len(chosen) * BLOCK_ROWS, len(self._numbers)), np.int64)
@@ -124,12 +112,12 @@ class TableSums:
             place: Place of the marker for which they were sent, or whose state they have.
         """
         ids, arrays = rows.ids, (rows.weights, *rows.states)
-        slots = self._slot[ids // BLOCK_ROWS - self._first]
+        slots = self._slot[ids // BLOCK_ROWS]
         if int(slots.min()) < 0:
             chosen = np.flatnonzero(slots >= 0)
             ids, slots = ids[chosen], slots[chosen]
             arrays = tuple(array[chosen] for array in arrays)
-        blocks = ids // BLOCK_ROWS - self._first
+        blocks = ids // BLOCK_ROWS
         self._sent[blocks] = np.maximum(self._sent[blocks], np.int32(place))
         if self.spec.has_row_state and (col0, cols) not in self.own:
             self._sent[blocks] = NEVER  # a state of other columns has no number
@@ -156,7 +144,7 @@ class TableSums:
         """Return digests of one slice of the marker's generation, shape (blocks, sections)."""
         found = np.zeros((len(blocks), 1 + len(self.spec.states)), np.int64)
         by_block = self._values.reshape(-1, BLOCK_ROWS, len(self._numbers))
-        slots = self._slot[blocks - self._first]
+        slots = self._slot[blocks]
         for section in range(found.shape[1]):
             for columns in self._columns(section, *own):
                 found[:, section] += by_block[slots, :, self._numbers[section, columns]].sum(1)

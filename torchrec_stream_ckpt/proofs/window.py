@@ -5,7 +5,7 @@ Also compares the rows in a HEAD that its marker proves with that proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -20,14 +20,14 @@ from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.format.segment import slices_of
 from torchrec_stream_ckpt.proofs.rowsums import Slice, TableSums, compare_sums
 from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks, common_window
-from torchrec_stream_ckpt.proofs.shares import SHARE_BYTES, ShareFound, WindowShare, compare_shares, cut_window
 from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.store.api import Objects, Readable
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.head import Head
-from torchrec_stream_ckpt.store.ranges import SMALL_BYTES
+from torchrec_stream_ckpt.store.ranges import SMALL_BYTES, read_window
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
@@ -62,21 +62,12 @@ class WindowReader:
         objects: The store.
         pool: Threads to read with.
         progress: Called with the number of bytes of rows that were read.
-        run: Reads shares of a window in workers, with whole chunks if its flag is set. If None, this process reads all
-            of them.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        pool: Executor,
-        progress: Callable[[int], None] = lambda _: None,
-        run: Callable[[Sequence[WindowShare], bool], list[ShareFound]] | None = None,
-    ) -> None:
+    def __init__(self, objects: Objects, pool: Executor, progress: Callable[[int], None] = lambda _: None) -> None:
         self._objects = objects
         self._pool = pool
         self._progress = progress
-        self._run = run
         self._open: dict[SegmentRef, Picked] = {}
         """Directories of segments, the most recently used last: many markers are read through the same pieces."""
 
@@ -144,15 +135,20 @@ class WindowReader:
         return tuple(pieces)
 
     def _read(self, objects: Readable, reading: _MarkerWindow, *, whole: bool) -> WindowCheck:
-        shares = cut_window(reading.schema, reading.window, reading.shards, reading.pieces, SHARE_BYTES)
-        if self._run is not None and len(shares) > 1:
-            found = self._run(shares, whole)
-            self._progress(sum(share.num_bytes for share in found))
-        else:
-            found = [share.read(objects, self._pool, self._progress, whole=whole) for share in shares]
-        compared = compare_shares(reading.schema, seen_at(reading.path, reading.notes), found)
-        compared = replace(compared, total=cells_of(reading.schema, reading.window))
-        return WindowCheck(reading.marker, reading.window, compared, sum(share.num_bytes for share in found))
+        schema, window, slices = reading.schema, reading.window, dict[int, set[Slice]]()
+        for entries in (picked.entries for _, piece in reading.pieces for picked in piece.opened):
+            for table, col0, cols in slices_of(entries):
+                slices.setdefault(table, set()).add((col0, cols))
+        seen, num_bytes = seen_at(reading.path, reading.notes), 0
+        sums = _sums_of(schema, window, slices, reading.shards, seen)
+        ids = [spec.id if table in sums else None for table, spec in enumerate(schema.tables)]
+        for of, piece in reading.pieces:
+            for read in read_window(objects, piece.opened, of, ids, window, self._pool, whole=whole):
+                for found in read.chunks:
+                    sums[found.table].take(found.col0, found.cols, found.rows, 0)
+                num_bytes += read.num_bytes
+                self._progress(read.num_bytes)
+        return _compared(reading.marker, schema, window, seen, sums, num_bytes)
 
 
 class _AtHand:
@@ -255,15 +251,9 @@ def check_head(lineage: Lineage, head: Head) -> WindowCheck:
     slices: dict[int, set[Slice]] = {}
     for index, col0, cols in state.columns:
         slices.setdefault(index, set()).add((col0, cols))
-    own: dict[int, set[Slice]] = {}
-    for shard in _with_rows(shard for each in state.notes for shard in each.shards):
-        own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-    sums, seen, num_bytes = dict[int, TableSums](), seen_at(Path.at(lineage, state.marker), state.notes), 0
-    for index, table in schema.live:
-        if table.id is not None and table.rows and window.width:
-            sums[index] = TableSums(table, sorted(slices.get(index, ())), sorted(own.get(index, ())))
-            sent = sums[index].allocate(window)
-            seen.sent |= {TableShard(index, 0, table.rows, *columns): sent for columns in sums[index].own}
+    shards = _with_rows(shard for each in state.notes for shard in each.shards)
+    seen, num_bytes = seen_at(Path.at(lineage, state.marker), state.notes), 0
+    sums = _sums_of(schema, window, slices, shards, seen)
     for each in state.slices:
         table = schema.tables[each.table]
         if each.table not in sums:
@@ -276,6 +266,39 @@ def check_head(lineage: Lineage, head: Head) -> WindowCheck:
         if len(ids):
             sums[each.table].take(each.col0, each.cols, RowsView(ids, weights, tuple(states)), 0)
         num_bytes += weights.nbytes + sum(array.nbytes for array in states)
-    compared = compare_sums(schema, seen, lambda index, *each: sums[index].digests(*each))
-    compared = replace(compared, total=cells_of(schema, window))
-    return WindowCheck(state.marker, window, compared, num_bytes)
+    return _compared(state.marker, schema, window, seen, sums, num_bytes)
+
+
+def _sums_of(
+    schema: Schema,
+    window: Window,
+    slices: Mapping[int, Iterable[Slice]],
+    shards: Iterable[TableShard],
+    seen: SeenMarks,
+) -> dict[int, TableSums]:
+    """Allocate the sums of all tables of which the marker proves rows, and name their blocks in ``seen``.
+
+    Args:
+        schema: Schema of the marker's generation.
+        window: The window that it proves.
+        slices: By table, all column slices in which rows arrive.
+        shards: Shards of the ranks of its generation.
+        seen: MARKs of these ranks.
+    """
+    own, sums = dict[int, set[Slice]](), dict[int, TableSums]()
+    for shard in shards:
+        own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
+    for table in sorted(own):
+        spec = schema.tables[table]
+        if spec.id is not None and spec.rows and window.width:
+            sums[table] = TableSums(spec, sorted(slices.get(table, ())), sorted(own[table]))
+            sent = sums[table].allocate(window)
+            seen.sent |= {TableShard(table, 0, spec.rows, *columns): sent for columns in sums[table].own}
+    return sums
+
+
+def _compared(
+    marker: MarkerId, schema: Schema, window: Window, seen: SeenMarks, sums: Mapping[int, TableSums], num_bytes: int
+) -> WindowCheck:
+    compared = compare_sums(schema, seen, lambda table, *each: sums[table].digests(*each))
+    return WindowCheck(marker, window, replace(compared, total=cells_of(schema, window)), num_bytes)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from functools import partial
@@ -69,7 +69,6 @@ def read_window(
     pool: Executor,
     *,
     whole: bool = False,
-    rows: Mapping[int, tuple[int, int]] | None = None,
 ) -> Iterator[WindowRead]:
     """Yield the rows of all chunks that belong to blocks of a window, chunk by chunk in their order.
 
@@ -81,14 +80,13 @@ def read_window(
         window: Blocks to read.
         pool: Threads that read, ahead of the caller.
         whole: Whether to read each of these chunks whole, and compare its checksum.
-        rows: By table, the rows [begin, end) to search, in whole blocks. None for all rows of all tables.
 
     Raises:
         CorruptionError: a segment is missing, shorter, or (as far as it was read whole) altered.
         StoreUnavailableError: the store does not answer.
     """
     pending: deque[Future[WindowRead]] = deque()
-    wanted = _groups(picked, ids, window, rows)
+    wanted = _groups(picked, ids, window)
     read = partial(_read, objects, schema, whole)
     try:
         while True:
@@ -103,19 +101,14 @@ def read_window(
 
 
 def _groups(
-    picked: Iterable[Picked],
-    ids: Sequence[int | None],
-    window: Window,
-    rows: Mapping[int, tuple[int, int]] | None,
+    picked: Iterable[Picked], ids: Sequence[int | None], window: Window
 ) -> Iterator[tuple[str, list[tuple[ChunkEntry, Ints]]]]:
     """Yield (segment, its chunks within ``RANGE_BYTES`` that may hold rows of the window, each with the blocks)."""
     for each in picked:
         group: list[tuple[ChunkEntry, Ints]] = []
         for entry in entries_of(each.entries):
             id_ = ids[entry.table] if entry.table < len(ids) else None
-            begin, end = rows.get(entry.table, (0, 0)) if rows is not None else (entry.first, entry.last + 1)
-            begin, end = max(begin, entry.first), min(end, entry.last + 1)
-            if id_ is None or not len(blocks := window.blocks(id_, begin, end)):
+            if id_ is None or not len(blocks := window.blocks(id_, entry.first, entry.last + 1)):
                 continue
             if group and entry.offset + entry.num_bytes - group[0][0].offset > RANGE_BYTES:
                 yield each.ref.name, group
