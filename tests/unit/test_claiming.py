@@ -57,7 +57,7 @@ def test_a_trainer_that_goes_on_after_a_loss_knows_its_own_claim(
 ) -> None:
     monkeypatch.setattr(claims, "_REOPEN_S", 0.0)
     tier = open_tier(StreamConfig(uri=f"file://{tmp_path}"))
-    attached = SimpleNamespace(schema=make.SCHEMA, layout=None, tables=(0, 1))
+    attached = SimpleNamespace(schema=make.SCHEMA, layout=None, tables=(0, 1), has_id_maps=False)
     mine = claims.Claims(tier, None, attached, 1)  # type: ignore[arg-type]
     lost, why, real = mine.claim(None, (0, 1)), StreamLostError("the log ends too early"), Control.claim
 

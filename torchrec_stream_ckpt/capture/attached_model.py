@@ -28,6 +28,7 @@ from torchrec_stream_ckpt.model import (
     claim,
     dense_optimizers,
     fused_kernels,
+    id_maps,
     watch_outside_writes,
 )
 from torchrec_stream_ckpt.ranks.collective import Team
@@ -64,7 +65,11 @@ class Attached:
         """
         self.kernels = self._team.together(lambda: fused_kernels(self._model))
         self._team.together(lambda: check_rows_fit(self.kernels))
-        found = merge_schema(self._team.gather(local_tables(self.kernels)))
+        maps = self._team.together(lambda: id_maps(self._model))
+        said = self._team.gather((local_tables(self.kernels), bool(maps)))
+        self.has_id_maps = any(has for _, has in said)
+        """True if a rank has id maps (managed collision)."""
+        found = merge_schema([tables for tables, _ in said])
         same = same_tables(order, found) if order is not None else None
         self._number(same if same is not None else found)
 

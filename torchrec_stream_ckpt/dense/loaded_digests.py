@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -14,6 +15,9 @@ from torchrec_stream_ckpt.dense.dense_prover import is_saved_here
 from torchrec_stream_ckpt.dense.entry_matching import Match
 from torchrec_stream_ckpt.dense.live_dense import LiveDense
 from torchrec_stream_ckpt.dense.saved_dense import SavedDense
+from torchrec_stream_ckpt.format.dense_proof import MODULUS
+from torchrec_stream_ckpt.format.entry_digests import id_entry, pairs_digest
+from torchrec_stream_ckpt.format.rows import NO_ID
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +51,19 @@ def loaded_digests(
     parts = {name: tensor for name, tensor in there.items() if isinstance(tensor, DTensor)}
     whole = {name: tensor for name, tensor in there.items() if name not in parts}
     mine = {name: tensor for name, tensor in parts.items() if is_saved_here(tensor)}
-    return LoadedDigests({**saved.digests, **digests(whole)}, digests(mine))
+    return LoadedDigests({**saved.digests, **digests(whole)}, digests(mine) | _map_digests(live, match, proves))
+
+
+def _map_digests(live: LiveDense, match: Match | None, proves: Callable[[str], bool]) -> dict[str, int]:
+    """Return digests of the pairs of row and raw id in this rank's id maps."""
+    found: dict[str, int] = {}
+    names = match.id_maps if match is not None else None
+    for each in live.id_maps:
+        table = each.table if names is None else names.get(each.table)
+        if table is None or not proves(id_entry(table)):
+            continue
+        owners = each.owners()
+        rows = np.flatnonzero(owners != NO_ID)
+        digest = pairs_digest(table, rows + each.row0, owners[rows])
+        found[id_entry(table)] = (found.get(id_entry(table), 0) + digest) % MODULUS
+    return found

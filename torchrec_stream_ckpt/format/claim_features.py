@@ -78,17 +78,3 @@ def check_readable(names: Sequence[str], generation: int) -> None:
             hint="upgrade torchrec_stream_ckpt on the reading side",
             generation=generation,
         )
-
-
-def check_kept(names: Sequence[str], generation: int) -> None:
-    """Refuse to put a generation into a store that would lose a part of it.
-
-    Raises:
-        UnsupportedError: it has raw ids.
-    """
-    if IDS in names:
-        raise UnsupportedError(
-            "the stream has raw ids, which this version cannot put into a store",
-            hint="upgrade torchrec_stream_ckpt where the rows are materialized",
-            generation=generation,
-        )

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, TypeAlias
 
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.format.claim_features import IDS
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList, check_files
 from torchrec_stream_ckpt.format.end_note import End, Note
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
@@ -163,6 +164,11 @@ class Claim(PayloadRecord):
 
     def __hash__(self) -> int:
         return hash((self.generation, self.nonce))
+
+    @property
+    def has_id_events(self) -> bool:
+        """True if the streams record between markers which raw id has which row."""
+        return IDS in (self.announces or ())
 
     def body(self) -> dict[str, Any]:
         schema = self.schema if self.same_schema is None else NO_TABLES

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.dense_proof import MODULUS, digest_words
-from torchrec_stream_ckpt.format.proof import MAX_ID, replicated_id
+from torchrec_stream_ckpt.format.dense_proof import MODULUS, SECTION, digest_words
+from torchrec_stream_ckpt.format.proof import MAX_ID, column_keys, digest_rows, replicated_id, row_keys
 
 PAIR_BYTES = 16 * 4 / 3
 """Length of the text of one entry in MARK, in bytes."""
@@ -23,6 +23,8 @@ NESTED = "nested"
 SCALARS = "scalars"
 """Entry name that is used in the digest of a MARK's scalars."""
 _SCALARS = struct.Struct("<6Q3d")
+_PAIR_WORDS = 3
+"""Words of a pair of row and raw id: both halves of the raw id, and a one, so that raw id 0 counts, too."""
 
 
 Scalars: TypeAlias = Iterable[tuple[int | float, ...]]
@@ -97,3 +99,22 @@ def bytes_digest(name: str, data: npt.NDArray[np.uint8]) -> int:
     tail = np.array([*data[whole * 4 :], *bytes(-len(data) % 4)], np.uint8).view("<i4")
     end = np.concatenate([tail, np.array([len(data) & 0xFFFFFFFF], "<u4").view("<i4")])
     return (digest_words(name, words) + digest_words(name, end, whole)) % MODULUS
+
+
+def id_entry(table: str) -> str:
+    """Return the name under which ``dense_proof`` proves the id map of a table."""
+    return f"ids.{table}"
+
+
+def pairs_digest(table: str, rows: npt.NDArray[np.int64], raw_ids: npt.NDArray[np.int64]) -> int:
+    """Return the digest of pairs of row and raw id of one table, below 2^64. Digests of disjoint pairs add up.
+
+    Args:
+        table: ``TableSpec.name``.
+        rows: Rows of the logical table, int64, in any order.
+        raw_ids: Their raw ids.
+    """
+    words = np.ones((len(rows), _PAIR_WORDS), "<i4")
+    words[:, :2] = np.ascontiguousarray(raw_ids, "<i8").view("<i4").reshape(-1, 2)
+    keys = row_keys(replicated_id(id_entry(table)), SECTION, np.ascontiguousarray(rows))
+    return int(digest_rows(words, column_keys(0, _PAIR_WORDS), keys).sum()) % MODULUS

@@ -1,4 +1,4 @@
-"""Payload of a ROWS frame: ids, weights, then one section for each optimizer state.
+"""Payloads of ROWS frames (ids, weights, then one section for each optimizer state) and of IDS frames.
 
 Sections are raw little-endian arrays, each at a multiple of 64 bytes. Ids are global rows of the
 logical table, so a reader needs no plan of the writer.
@@ -6,6 +6,7 @@ logical table, so a reader needs no plan of the writer.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -180,3 +181,91 @@ def _view(layout: RowLayout, rows: int, payload: memoryview, offsets: tuple[int,
     view = RowsView(arrays[0], arrays[1], tuple(arrays[2:]))
     object.__setattr__(view, "offsets", offsets)
     return view
+
+
+ASSIGNED = 1
+"""From here on the row belongs to the raw id."""
+EVICTED = 2
+"""The raw id has no row any more."""
+NO_ID = int(np.iinfo(np.int64).max)
+"""TorchRec's raw id of a free row. No event has it."""
+
+_ID_SECTIONS = (Section("int64", True, 1), Section("int64", True, 1), Section("uint8", True, 1))
+ID_LAYOUT = RowLayout(
+    _ID_SECTIONS,
+    (MAX_FRAME_BYTES - HEADER_LEN - MAX_SECTIONS * 64) // sum(section.row_bytes for section in _ID_SECTIONS),
+)
+"""Layout of the payload of an IDS frame: rows, raw ids, events."""
+
+
+@dataclass(frozen=True, slots=True)
+class IdEvents:
+    """Events of one frame, in order. Views of the frame's bytes, valid only as long as those are."""
+
+    rows: npt.NDArray[np.int64]
+    """Rows of the logical table, shape (n,)."""
+    raw_ids: npt.NDArray[np.int64]
+    kinds: npt.NDArray[np.uint8]
+    """:data:`ASSIGNED` or :data:`EVICTED`, each."""
+
+
+def put_events(
+    header: Header,
+    memory: npt.NDArray[np.uint8],
+    rows: npt.NDArray[np.int64],
+    raw_ids: npt.NDArray[np.int64],
+    kind: int,
+) -> None:
+    """Write events of one kind as the payload of a frame, and describe them in its header.
+
+    Args:
+        header: Header of kind IDS with its table; gets the fields of the payload.
+        memory: Memory of the frame, at least :func:`events_frame_bytes`.
+        rows: Rows of the logical table, at most ``ID_LAYOUT.max_rows``.
+        raw_ids: Their raw ids.
+        kind: Kind of all of them.
+    """
+    count = len(rows)
+    offsets, length = ID_LAYOUT.offsets(count)
+    kinds = np.full(count, kind, np.uint8)
+    for offset, values in zip(offsets, (rows.astype("<i8"), raw_ids.astype("<i8"), kinds), strict=True):
+        memory[HEADER_LEN + offset :][: values.nbytes] = values.view(np.uint8)
+    header.rows, header.dtypes = count, ID_LAYOUT.codes
+    header.section_offsets, header.payload_len = offsets, length
+
+
+def events_frame_bytes(count: int) -> int:
+    """Return the size of a frame of ``count`` events, in bytes."""
+    return HEADER_LEN + ID_LAYOUT.offsets(count)[1]
+
+
+def decode_events(header: Header, payload: memoryview, tables: Sequence[TableSpec]) -> IdEvents:
+    """View the sections of an IDS payload, after checking every length and value.
+
+    Args:
+        header: Header of the frame.
+        payload: Its payload, the checksum compared.
+        tables: Tables of its schema.
+
+    Raises:
+        CorruptionError: there is no such table, sections do not fit the header, a row is outside the table, an event is
+            unknown, or a raw id is that of free rows.
+    """
+    if header.table >= len(tables):
+        raise CorruptionError(f"table number {header.table} is not in the schema", **header.place())
+    table = tables[header.table]
+    offsets, length = ID_LAYOUT.offsets(header.rows)
+    if header.dtypes != ID_LAYOUT.codes or header.section_offsets != offsets or length != len(payload):
+        raise CorruptionError("sections are not rows, raw ids and events", **header.place(), table=table.name)
+    rows, raw_ids = (np.frombuffer(payload, "<i8", header.rows, offset) for offset in offsets[:2])
+    kinds = np.frombuffer(payload, np.uint8, header.rows, offsets[2])
+    why = ""
+    if header.rows and largest(rows.view(np.uint64)) >= table.rows:
+        why = f"a row of an event is outside [0, {table.rows})"
+    elif not np.isin(kinds, (ASSIGNED, EVICTED)).all():
+        why = f"an event is {int(kinds[~np.isin(kinds, (ASSIGNED, EVICTED))][0])}, expected 1 or 2"
+    elif (raw_ids == NO_ID).any():
+        why = f"an event has raw id {NO_ID}, which free rows have"
+    if why:
+        raise CorruptionError(why, **header.place(), table=table.name)
+    return IdEvents(rows, raw_ids, kinds)

@@ -126,11 +126,12 @@ class Publisher:
             padding += buffer.num_bytes - buffer.frame_bytes
             if buffer.pad is not None:
                 buffer.pad.seq = frames + 1
-            totals = _Totals(buffer.last.seq + 1, rows + header.rows, num_bytes + buffer.num_bytes, padding)
+            records = header.rows if header.kind is Kind.ROWS else 0
+            totals = _Totals(buffer.last.seq + 1, rows + records, num_bytes + buffer.num_bytes, padding)
             # One append makes all changes, so an exception on the training thread leaves no seq missing or doubled.
             self._queue.append((buffer, totals))
             self._queued_s = time.monotonic()
-            if header.kind is not Kind.ROWS or len(self._queue) >= self._enough:
+            if header.kind not in (Kind.ROWS, Kind.IDS) or len(self._queue) >= self._enough:
                 self._due = True
                 self._changed.notify_all()
             elif self._resting:

@@ -10,14 +10,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.claim_features import check_kept
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import HEADER_LEN as FRAME_HEADER_LEN
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.format.rows import RowsView, decode_events, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import (
     HEADER_LEN,
@@ -214,7 +213,6 @@ class IntervalFrames:
         interval, shards, mark = self._interval, self._given, None
         commit, end, schema = interval.commit, interval.end, interval.claim.schema
         schema_crc = schema.crc
-        check_kept(interval.claim.announces or (), commit.generation)
         for header, frame in read_stream(self._log, commit, end, interval.after):
             payload, view = checked_payload(header, frame, commit, end), None
             if header.schema_crc != schema_crc:
@@ -227,6 +225,8 @@ class IntervalFrames:
                 if header.table >= len(schema.tables):
                     raise CorruptionError(f"table {header.table} is not in the schema", **header.place())
                 view = decode_rows(header, payload, schema.tables[header.table])
+            elif header.kind is Kind.IDS:  # the dense state of the marker, which the store has, holds the whole map
+                decode_events(header, payload, schema.tables)
             elif header.kind is Kind.HELLO:
                 shards = check_hello(header, frame, interval.claim, commit, end).shards
             elif header.kind is Kind.MARK:

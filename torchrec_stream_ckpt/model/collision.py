@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
@@ -71,6 +73,19 @@ class CollisionMap:
     def rows_text(self) -> str:
         """The rows, as text for errors."""
         return f"[{self.row0}, {self.row0 + self.rows})"
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """Numbers that differ after any operator has written which raw id has which row."""
+        tensors = (self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping)
+        return tuple(number for each in tensors for number in (each.data_ptr(), each._version))
+
+    def owners(self) -> npt.NDArray[np.int64]:
+        """Return the raw id of each row of the shard, ``NO_ID`` for free ones. On a GPU the host waits."""
+        raw_ids, rows = self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping
+        owners = torch.full_like(raw_ids, NO_ID).scatter_(0, rows - self.row0, raw_ids)
+        found: npt.NDArray[np.int64] = owners.cpu().numpy()
+        return found
 
     def read(self) -> dict[str, torch.Tensor]:
         """Return the current state as live views, valid until the next forward."""

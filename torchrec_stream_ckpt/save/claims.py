@@ -121,7 +121,8 @@ class Claims:
             changes: Differences of the model from that of ``parent``. None if the model is unchanged.
         """
         attached = self._attached
-        new = Opening(attached.schema, self._world, parent, tuple(swept), attached.layout, changes)
+        ids = attached.has_id_maps
+        new = Opening(attached.schema, self._world, parent, tuple(swept), attached.layout, changes, ids)
         if self._tiers is not None:
             return self._tiers.claim(new)
         claim = claim_generation(self._tier, replace(new, nonce=self.nonce, after=self.after))

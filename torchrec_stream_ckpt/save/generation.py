@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
-from torchrec_stream_ckpt.format.claim_features import ALIGNED, DENSE_PROOF, KNOWN
+from torchrec_stream_ckpt.format.claim_features import ALIGNED, DENSE_PROOF, IDS, KNOWN
 from torchrec_stream_ckpt.format.claim_references import brief, nobodys
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.frame import Header, Kind
@@ -193,6 +193,8 @@ class Opening:
     """Shards of each rank; None if they are too many for a CLAIM."""
     changes: ClaimChanges | None = None
     """Declared changes of the model; None if the tables are those of the parent."""
+    ids: bool = False
+    """True if the streams have events of id maps."""
     nonce: str | None = None
     """Nonce of the CLAIM, for a caller that retries one that may have been written; None for a new nonce."""
     after: str | None = None
@@ -260,7 +262,7 @@ def claim_generation(
         time_s=twin.time_s if twin is not None else time.time(),
         layout=new.layout,
         changes=twin.changes if twin is not None else new.changes,
-        announces=twin.announces if twin is not None else _announced(config, near or log_),
+        announces=twin.announces if twin is not None else _announced(config, near or log_, ids=new.ids),
     )
     if before is not None:
         check_follows(before, claim.schema, new.swept, generation)
@@ -271,9 +273,9 @@ def claim_generation(
     return claim
 
 
-def _announced(config: StreamConfig, log_: Log) -> tuple[str, ...] | None:
+def _announced(config: StreamConfig, log_: Log, *, ids: bool) -> tuple[str, ...] | None:
     """Return the features that the streams will use. None if there are none."""
-    used = {ALIGNED: log_.takes_blocks(), DENSE_PROOF: config.proof_bytes > 0}
+    used = {ALIGNED: log_.takes_blocks(), DENSE_PROOF: config.proof_bytes > 0, IDS: ids}
     return tuple(name for name in KNOWN if used.get(name)) or None
 
 

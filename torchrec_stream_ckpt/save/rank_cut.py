@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from torchrec_stream_ckpt.capture.hook import Capture
+from torchrec_stream_ckpt.capture.id_stream import IdStream
 from torchrec_stream_ckpt.capture.oracle import Difference, Oracle, mismatch
 from torchrec_stream_ckpt.capture.prover import Prover, Taken
 from torchrec_stream_ckpt.capture.sender import Drain
@@ -63,17 +64,19 @@ class Drains:
         self.stranded = False
         """True if a drain has failed on this rank."""
 
-    def drain(self, capture: Capture, publisher: Publisher, drain: Drain) -> None:
+    def drain(self, capture: Capture, ids: IdStream, publisher: Publisher, drain: Drain) -> None:
         """Drain. If that fails only on this rank, training continues, and the next marker reports it on all ranks."""
         try:
             with self._watch.running():
-                self._drain(capture, publisher, drain)
+                self._drain(capture, ids, publisher, drain)
         except Exception:  # the publisher has died: rows that were not sent stay marked
             if not self.stranded:
                 log.exception("rank %d cannot drain: every marker will fail until the job is restarted", self._rank)
             self.stranded = True
 
-    def _drain(self, capture: Capture, publisher: Publisher, drain: Drain) -> None:
+    def _drain(self, capture: Capture, ids: IdStream, publisher: Publisher, drain: Drain) -> None:
+        if not ids.evict(drain):
+            return  # rows must not overtake it
         if not capture.swept:
             # First, and at every step: the sweep must continue even if steps touch more rows than the ring holds.
             capture.sweep(drain, self._sweep_bytes)
@@ -149,6 +152,7 @@ class Cuts:
         dense: Copies the dense state at the boundary.
         team: All ranks; used for the oracle only.
         submit: Submits MARKs, after their rows.
+        ids: Sends changes of id maps.
         prover: Takes the rows that each marker proves; None if markers have no proof.
         compared_bytes: Bytes of dense state that ranks compare, in turn, at each marker after the first one.
         turns: Chooses the entries of the dense state that each marker proves; unused without a prover.
@@ -164,6 +168,7 @@ class Cuts:
         dense: DenseState,
         team: Team,
         submit: Callable[[FrameBuffer], int],
+        ids: IdStream,
         prover: Prover | None = None,
         compared_bytes: int = 0,
         turns: DenseTurns | None = None,
@@ -176,6 +181,7 @@ class Cuts:
         self._dense = dense
         self._team = team
         self._submit = submit
+        self.ids = ids
         self._prover = prover
         self._compared_bytes = compared_bytes
         self._turns = turns or DenseTurns(0)
@@ -237,7 +243,7 @@ class Cuts:
         try:
             # The oracle compares live tables: until it is done, no update may run on another thread.
             with self._capture.still() if self._oracle is not None else nullcontext():
-                if prepare(drain):
+                if prepare(drain) and self.ids.freeze(drain):
                     staged = self._dense.stage(self._scope(marker))
                     if self._prover is not None:
                         proved = self._dense.prove(self._turns, compare=self._oracle is not None)
@@ -268,12 +274,11 @@ class Cuts:
         whole = self._oracle is not None or not self._coordinator.compared
         return Scope(marker, None if whole else self._compared_bytes)
 
-    @staticmethod
-    def _dense_proof(proved: ProvedEntries | None, scalars: tuple[TableScalars, ...]) -> DenseProof | None:
+    def _dense_proof(self, proved: ProvedEntries | None, scalars: tuple[TableScalars, ...]) -> DenseProof | None:
         """Return the proof of the dense state for MARK. ``scalars`` were read a second time, for their digest."""
         if proved is None:
             return None
-        return DenseProof.of(proved.digests, scalars_digest(map(astuple, scalars)))
+        return DenseProof.of({**proved.digests, **self.ids.digests()}, scalars_digest(map(astuple, scalars)))
 
     def _hand_over(self, cut: CutOrder, taken: Taken | None, proved: ProvedEntries | None) -> Future[Committed]:
         """(all ranks) Pass a cut to the commit thread, even if it was given up: all ranks must know."""
@@ -322,7 +327,11 @@ class Cuts:
         try:
             if cut.seal.failed:  # before a write, in the commit thread or on another rank
                 self.give_up(cut.seal.reason)
-            elif self._capture.push(drain) and (buffer := self._ring.acquire(extra=True, wait_s=drain.wait_s)):
+            elif (
+                self._capture.push(drain)
+                and self.ids.assign(drain)
+                and (buffer := self._ring.acquire(extra=True, wait_s=drain.wait_s))
+            ):
                 self._finish(cut, buffer)
             elif self._oracle is not None and not cut.held:
                 self._oracle.hold()
@@ -358,6 +367,7 @@ class Cuts:
     def _let_go(self) -> None:
         if self._oracle is not None and self._open is not None and self._open.held:
             self._oracle.let_go()
+        self.ids.let_go()
         self._open = None
 
     def _no_space(self) -> str:

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 from torchrec_stream_ckpt.capture.attached_model import Attached
+from torchrec_stream_ckpt.capture.id_stream import IdStream
 from torchrec_stream_ckpt.capture.oracle import Oracle
 from torchrec_stream_ckpt.capture.prover import Prover
 from torchrec_stream_ckpt.capture.staging import StreamIdentity
@@ -141,6 +142,7 @@ def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Call
             parts.dense,
             team,
             _listened(publisher.submit, attached.oracle),
+            IdStream(parts.dense.live.id_maps, claim.schema.index(), generation.header, parts.ring, publisher.submit),
             proves,
             tier.config.proof_bytes,
             DenseTurns(tier.config.proof_bytes, whole=attached.oracle is not None),

@@ -147,7 +147,9 @@ class Streaming:
         if not vote.staying:
             self._stop(stream)
         elif not (vote.ready or stream.cuts.open):
-            self._drains.drain(self._attached.capture, stream.publisher, Drain(self.steps, self._next_marker))
+            self._drains.drain(
+                self._attached.capture, stream.cuts.ids, stream.publisher, Drain(self.steps, self._next_marker)
+            )
         self._vote(stream)
 
     def stepped(self) -> None:

@@ -34,6 +34,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import Proof
+from torchrec_stream_ckpt.format.rows import decode_events
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Front, check_tables, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
@@ -563,6 +564,8 @@ class Verifier:
             mark = read_mark(header, frame, reading.commit, end)
             if header.marker == reading.commit.marker:  # otherwise it is the MARK of a marker that failed
                 reading.said.append(RankReport(shards, mark.proof, mark.dense_proof))
+        elif header.kind is Kind.IDS:
+            decode_events(header, payload, reading.schema.tables)
         elif header.kind is Kind.ROWS:
             view = rows_of_frame(header, payload, reading.schema)
             reading.rows += header.rows

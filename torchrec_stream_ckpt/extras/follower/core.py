@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.extras.follower.next_marker import NextMarker, astray,
 from torchrec_stream_ckpt.extras.follower.source import UNREADABLE, FollowedJob, handed_out
 from torchrec_stream_ckpt.extras.follower.stats import FollowStats, Outages
 from torchrec_stream_ckpt.extras.follower.tail import Tail
-from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.extras.follower.updates import Changed, ChangedIds, Update, UpdateKind
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -106,6 +106,10 @@ class Follower:
     def wants(self, table: TableSpec) -> bool:
         """Return whether a table is one of those that were requested."""
         return self._source.wants(table)
+
+    def gets_id_events(self, commit: Commit) -> bool:
+        """Return whether the stream of a marker's generation says between markers which raw id has which row."""
+        return self._source.job.lineage.claims[commit.generation].has_id_events
 
     @property
     def resumes(self) -> bool:
@@ -396,7 +400,13 @@ class Follower:
 
         if not self._tail.has_read:
             return None
-        return self._update(UpdateKind.ROWS, at, schema, changes, is_provisional=self._holds_newer(at, schema))
+        ids = tuple(
+            ChangedIds(schema.tables[header.table], header.rank, header.seq, events)
+            for header, events in self._tail.id_events
+            if self._source.wants(schema.tables[header.table])
+        )
+        newer = self._holds_newer(at, schema)
+        return replace(self._update(UpdateKind.ROWS, at, schema, changes, is_provisional=newer), ids=ids)
 
     def _holds_newer(self, commit: Commit, schema: Schema) -> bool:
         """Return whether the tail has handed out rows of wanted tables that are newer than a marker."""
@@ -416,7 +426,8 @@ class Follower:
                 log.warning("rows after marker %s cannot be read: %s", at.id, error.headline)
             if self._tail.reaches(target):
                 newer = self._holds_newer(target, schema)
-                yield self._update(UpdateKind.MARKER, target, schema, lambda: iter(()), is_provisional=newer)
+                reached = self._update(UpdateKind.MARKER, target, schema, lambda: iter(()), is_provisional=newer)
+                yield replace(reached, ids=())
                 return True
         yield from self._take_back(lineage, at)
         return False

@@ -8,12 +8,10 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.extras.follower.updates import Changed
+from torchrec_stream_ckpt.format.rows import NO_ID
 from torchrec_stream_ckpt.util.types import TableSpec
 
 Ids = npt.NDArray[np.int64]
-
-NO_ID = np.iinfo(np.int64).max
-"""Raw id of a free row. TorchRec cannot tell a row of this raw id from a free one."""
 
 
 @dataclass(slots=True)

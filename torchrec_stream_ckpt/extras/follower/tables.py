@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,12 +15,14 @@ import torch
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
+    CorruptionError,
     ReplicaNotReadyError,
     SchemaMismatchError,
+    UnsupportedError,
 )
 from torchrec_stream_ckpt.extras.follower.core import Follower
 from torchrec_stream_ckpt.extras.follower.replica import INTERRUPTED, Comparisons, Replica, read_rows
-from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
+from torchrec_stream_ckpt.extras.follower.updates import Changed, ChangedIds, Update
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
 from torchrec_stream_ckpt.extras.interchange.id_map import RawIdMap, read_id_maps
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
@@ -81,8 +83,8 @@ class FollowedTables(Replica):
             interpreter to 0.5 ms, if it is longer.
         input_hash_sizes: Tables with managed collision that :meth:`lookup` answers for, by ``TableSpec.name``, and
             ``input_hash_size`` of their modules: it decides which row an unknown raw id has, and is not in a marker.
-            Their id maps are read from the dense state of each marker. Requires ``markers`` mode, whole tables, and
-            no slices.
+            Their id maps are read from the dense state of a marker. In ``rows`` mode, the stream changes them between
+            markers; that requires a trainer that sends these changes. Requires whole tables, and no slices.
 
     Raises:
         ConfigError: the options contradict each other.
@@ -102,10 +104,10 @@ class FollowedTables(Replica):
         number, count = shard
         if not 0 <= number < count:
             raise ConfigError(f"shard {number} of {count} does not exist", hint="count shards from 0")
-        if input_hash_sizes and (slices or count > 1 or follower.mode != "markers"):
+        if input_hash_sizes and (slices or count > 1):
             raise ConfigError(
-                "raw ids are looked up in whole tables of one marker only",
-                hint="omit slices and shard, and follow with mode='markers'; or omit input_hash_sizes",
+                "raw ids are looked up in whole tables, and between whole updates only",
+                hint="omit slices and shard, or omit input_hash_sizes",
             )
         for name, size in (input_hash_sizes or {}).items():
             if not 0 <= size < 2**63:
@@ -116,6 +118,8 @@ class FollowedTables(Replica):
         """Id maps of the applied marker."""
         self._next_maps: dict[str, RawIdMap] = {}
         """Id maps of the update that is being applied."""
+        self._map_seqs: dict[int, int] = {}
+        """(``rows`` mode) Last frame of id events that the applied maps have, by rank, since they were read."""
         self._into = dict(into) if into is not None else None
         self._shard = shard
         self._device = torch.device(device)
@@ -150,12 +154,15 @@ class FollowedTables(Replica):
             yield Served(commit.id, commit.step, commit.time_s, update.is_provisional, self._tensors, self._mixed)
 
     def lookup(self, table: str, raw_ids: torch.Tensor) -> torch.Tensor:
-        """Return the weights that TorchRec looks up for raw ids, all of one marker.
+        """Return the weights that TorchRec looks up for raw ids, all of one update.
+
+        In ``rows`` mode an update may be newer than a marker. A raw id that has got its row since the last cut is
+        unknown until the next one; one that has lost its row is unknown as soon as newer values of the row arrive.
 
         Args:
             table: One of ``input_hash_sizes``.
             raw_ids: int64, shape (n,), as the module's ``input_hash_func`` returns them, if it has one. An id that the
-                marker does not know gets the last row of the shard that it is sent to, as in TorchRec.
+                update does not know gets the last row of the shard that it is sent to, as in TorchRec.
 
         Returns:
             A copy, shape (n, dim), on the device of the table.
@@ -208,7 +215,22 @@ class FollowedTables(Replica):
             self._next_maps = self._maps_for(update)
 
     def _maps_for(self, update: Update) -> dict[str, RawIdMap]:
-        """Read the id maps of a marker; raises as :func:`read_id_maps` and :meth:`Update.dense`."""
+        """Return the id maps after an update: of its marker, or changed by the stream.
+
+        Raises:
+            UnsupportedError: (``rows`` mode) the stream does not say how the maps change.
+            CorruptionError: (``rows`` mode) its id events contradict the maps. The next update loads a marker.
+            ConfigError, SchemaMismatchError, CorruptionError, StoreUnavailableError: as :func:`read_id_maps` and
+                :meth:`Update.dense`.
+        """
+        if self._follower.mode == "rows" and not self._follower.gets_id_events(update.commit):
+            raise UnsupportedError(
+                f"generation {update.marker.generation} does not record between markers which raw id has which row",
+                hint="follow with mode='markers', or restart the trainer with this version",
+                marker=update.marker,
+            )
+        if update.ids is not None:
+            return self._changed_maps(update.ids)
         followed = {table.name for _, table in update.schema.live if self._follower.wants(table)}
         unknown = sorted(self._input_hash_sizes.keys() - followed)
         if unknown:
@@ -219,8 +241,23 @@ class FollowedTables(Replica):
             )
         return read_id_maps(update.dense(), self._input_hash_sizes, len(update.commit.ranks))
 
+    def _changed_maps(self, changes: Iterable[ChangedIds]) -> dict[str, RawIdMap]:
+        """Apply id events, except those that the maps have from an update that is handed out again."""
+        maps = dict(self._maps)
+        try:
+            for each in changes:
+                if each.table.name in maps and each.seq > self._map_seqs.get(each.rank, -1):
+                    maps[each.table.name] = maps[each.table.name].after(each.rank, each.events, each.table.name)
+        except CorruptionError as error:
+            self._follower.load_anew(f"id events contradict the id map: {error.headline}")
+            raise
+        return maps
+
     def _settle(self, update: Update, compared: Comparisons) -> None:
         self._maps = self._next_maps
+        if update.ids is None:
+            self._map_seqs.clear()
+        self._map_seqs |= {each.rank: each.seq for each in update.ids or ()}
         super()._settle(update, compared)
 
     def _apply(self, update: Update) -> None:

@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, data_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
+from torchrec_stream_ckpt.format.rows import IdEvents, RowsView, decode_events, decode_rows
 from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.util.types import LogSpan
 
@@ -38,7 +38,7 @@ class _Stream:
     marks: dict[int, int] = field(default_factory=dict)
     """seq -> header_crc of each MARK that was read."""
     sent: list[tuple[int, int, npt.NDArray[np.int64]]] = field(default_factory=list)
-    """(seq, table, ids) of rows that no marker has."""
+    """(seq, table, ids) of rows that no marker has, and of rows that have got or lost a raw id since."""
 
 
 class Tail:
@@ -57,7 +57,7 @@ class Tail:
         self._claim = claim
         self._at = at
         self._streams = {end.rank: _Stream(end.partition, end.end, end.frames, end.chain) for end in at.ranks}
-        self._pending: list[tuple[int, Header, RowsView | None]] = []
+        self._pending: list[tuple[int, Header, RowsView | IdEvents | None]] = []
         self._offsets: dict[int, int] = {}
         self._given: dict[tuple[int, int, int], tuple[int, npt.NDArray[np.int64]]] = {}
         """Rows that were read and not taken, some of which may have been applied: (table, ids) by rank, seq and
@@ -138,9 +138,17 @@ class Tail:
             self._check_end(partition, mine, ends[partition])
             if ends[partition] > begin:
                 self._read_partition(LogSpan(self._claim.generation, partition, begin, ends[partition]), mine)
-        rows = [(rank, header, view) for rank, header, view in self._pending if view is not None]
-        self._given |= {(rank, header.seq, header.header_crc): (header.table, view.ids) for rank, header, view in rows}
-        return [(header.table, header.col0, view) for _, header, view in rows]
+        self._given |= {
+            (rank, header.seq, header.header_crc): (header.table, _rows_of(content))
+            for rank, header, content in self._pending
+            if content is not None
+        }
+        return [(header.table, header.col0, view) for _, header, view in self._pending if isinstance(view, RowsView)]
+
+    @property
+    def id_events(self) -> list[tuple[Header, IdEvents]]:
+        """Id events that the last :meth:`read` has found, with their headers, in the order of each rank's stream."""
+        return [(header, events) for _, header, events in self._pending if isinstance(events, IdEvents)]
 
     def _check_end(self, partition: int, streams: Mapping[int, _Stream], end: int) -> None:
         """Check that the rows that were read still exist: a log that has lost its tail may later grow past it with
@@ -165,7 +173,7 @@ class Tail:
             stream = self._streams[rank]
             stream.seq, stream.chain = header.seq + 1, header.header_crc
             if view is not None:
-                stream.sent.append((header.seq, header.table, view.ids.copy()))
+                stream.sent.append((header.seq, header.table, _rows_of(view).copy()))
                 self._given.pop((rank, header.seq, header.header_crc), None)
             elif header.kind is Kind.MARK:
                 stream.marks[header.seq] = header.header_crc
@@ -209,8 +217,10 @@ class Tail:
         except CorruptionError:
             return None
 
-    def _decode(self, header: Header, frame: memoryview) -> RowsView | None:
+    def _decode(self, header: Header, frame: memoryview) -> RowsView | IdEvents | None:
         payload = payload_of(header, frame)
+        if header.kind is Kind.IDS:
+            return decode_events(header, memoryview(bytes(payload)), self._claim.schema.tables)
         if header.kind is Kind.PAD:
             check_pad(header, payload)
         if header.kind is not Kind.ROWS:
@@ -229,6 +239,10 @@ class Tail:
                 f"found seq {header.seq} after {header.chain:08x}, expected seq {seq} after {chain:08x}",
                 **header.place(),
             )
+
+
+def _rows_of(content: RowsView | IdEvents) -> npt.NDArray[np.int64]:
+    return content.ids if isinstance(content, RowsView) else content.rows
 
 
 class _OutOfOrderError(CorruptionError):

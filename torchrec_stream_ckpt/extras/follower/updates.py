@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.format.rows import Array, IdEvents
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import WeightProof
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
@@ -52,6 +52,18 @@ class Changed:
 
 
 @dataclass(frozen=True, slots=True)
+class ChangedIds:
+    """Id events of one frame: which raw ids have got rows of a table, and which have lost them."""
+
+    table: TableSpec
+    rank: int
+    """Rank that holds these rows: the number of their shard."""
+    seq: int
+    """Number of the frame in the stream of the rank."""
+    events: IdEvents
+
+
+@dataclass(frozen=True, slots=True)
 class Update:
     """One step of a replica. Apply all of :meth:`changes` before readers see any of it."""
 
@@ -82,6 +94,9 @@ class Update:
     whole: Callable[[Mapping[str, npt.NDArray[np.int64]]], Iterator[Changed]] = lambda ids: iter(())
     """(MARKER) Returns all columns of some rows, by table name, as the marker has them. They are read as those of a
     load, so it is meant for few markers. Call it, and expect errors, as for :attr:`changes`."""
+    ids: tuple[ChangedIds, ...] | None = None
+    """(``rows`` mode) Changes of id maps since the last update, in order, to be applied together with the rows. None if
+    the maps are those of the marker, in its dense state."""
     preview: Callable[[], Iterator[Changed]] = lambda: iter(())
     """Returns the same rows as :attr:`changes`, for a look ahead: they are not counted as handed out."""
 

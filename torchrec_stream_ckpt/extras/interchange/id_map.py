@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,11 +12,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.interchange.dense_state import read_entries
+from torchrec_stream_ckpt.format.rows import ASSIGNED, NO_ID, IdEvents
 
 Ids = npt.NDArray[np.int64]
 
-NO_ID = np.iinfo(np.int64).max
-"""Raw id of a free row."""
 _FIELDS = ("map_raw_ids", "map_rows")
 
 
@@ -60,6 +59,30 @@ class RawIdMap:
             rows[mine] = np.where(ids[found] == wanted, places[found], places.max())
         return rows
 
+    def after(self, shard: int, events: IdEvents, table: str) -> RawIdMap:
+        """Return the map after some events of one shard.
+
+        Args:
+            shard: Its number.
+            events: The events, in order.
+            table: The table, for errors.
+
+        Raises:
+            CorruptionError: the events contradict this map: a raw id loses a row that it does not have, or gets a row
+                that is not free, or has one already.
+        """
+        if shard >= len(self.shards):
+            raise CorruptionError(f"events of shard {shard}, but the id map has {len(self.shards)}", table=table)
+        ids, places = self.shards[shard]
+        edges = np.flatnonzero(np.diff(events.kinds)) + 1
+        for rows, raw_ids, kinds in zip(
+            *(np.split(each, edges) for each in (events.rows, events.raw_ids, events.kinds)), strict=True
+        ):
+            if len(rows):
+                change = _give_rows if kinds[0] == ASSIGNED else _free_rows
+                ids, places = change(ids, places, rows, raw_ids, table)
+        return replace(self, shards=(*self.shards[:shard], (ids, places), *self.shards[shard + 1 :]))
+
     def strangers(self) -> int:
         """Count raw ids that the hash size sends to another shard than the one that has them."""
         return sum(
@@ -71,6 +94,41 @@ class RawIdMap:
         shards = shards_of(raw_ids, self.input_hash_size, len(self.shards))
         for number in range(len(self.shards)):
             yield np.flatnonzero(shards == number)
+
+
+def _free_rows(ids: Ids, places: Ids, rows: Ids, raw_ids: Ids, table: str) -> tuple[Ids, Ids]:
+    """Free these rows of a sorted map."""
+    at = np.minimum(np.searchsorted(ids, raw_ids), max(0, len(ids) - 1))
+    fits = (ids[at] == raw_ids) & (places[at] == rows) if len(ids) else np.zeros(len(rows), bool)
+    if not fits.all() or len(np.unique(at)) < len(at):
+        row, raw_id = _first(rows, raw_ids, ~fits)
+        raise CorruptionError(f"raw id {raw_id} loses row {row}, which it does not have", table=table)
+    free = np.full(len(rows), NO_ID, np.int64)
+    return np.concatenate([np.delete(ids, at), free]), np.concatenate([np.delete(places, at), rows])
+
+
+def _give_rows(ids: Ids, places: Ids, rows: Ids, raw_ids: Ids, table: str) -> tuple[Ids, Ids]:
+    """Give free rows of a sorted map to these raw ids."""
+    used = int(np.searchsorted(ids, NO_ID))
+    order = np.argsort(raw_ids, kind="stable")
+    rows, raw_ids = rows[order], raw_ids[order]
+    at = np.searchsorted(ids[:used], raw_ids)
+    known = np.append(ids[:used], NO_ID)[at] == raw_ids
+    fits = np.isin(rows, places[used:]) & ~known
+    if not fits.all() or len(np.unique(rows)) < len(rows) or (raw_ids[1:] == raw_ids[:-1]).any():
+        row, raw_id = _first(rows, raw_ids, ~fits)
+        raise CorruptionError(f"raw id {raw_id} gets row {row}, which is not free, or has another one", table=table)
+    free = places[used:][~np.isin(places[used:], rows)]
+    return (
+        np.concatenate([np.insert(ids[:used], at, raw_ids), np.full(len(free), NO_ID, np.int64)]),
+        np.concatenate([np.insert(places[:used], at, rows), free]),
+    )
+
+
+def _first(rows: Ids, raw_ids: Ids, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
+    """Return the first contradicting pair; the first pair if one occurs twice."""
+    place = int(np.argmax(bad))
+    return int(rows[place]), int(raw_ids[place])
 
 
 def read_raw_ids(folder: Path) -> dict[str, Ids]:
