@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from tests import ranks, stores
 from tests.collided import TABLES, State, Truths, attach, job, train
 from tests.followers import STEPS
 from tests.model import differences
-from tests.parts import trim_log
+from tests.parts import app, trim_log
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.capture import id_stream
 from torchrec_stream_ckpt.errors import ProofMismatchError, ReplicaNotReadyError
@@ -267,17 +269,21 @@ def _restore(uri: str) -> tuple[State, State]:
         return each.truth(), each.map_truth()
 
 
+def _maps_of(done: list[Truths], table: str) -> dict[int, int]:
+    """The map that the ranks had at step 9."""
+    name, live = table.removeprefix(PREFIX), dict[int, int]()
+    for truths in done:
+        maps = truths[9][1]
+        fields = ("_mch_sorted_raw_ids", "_mch_remapped_ids_mapping")
+        pairs = zip(*(maps[f"{name}.{each}"].tolist() for each in fields), strict=True)
+        live |= {raw_id: row for raw_id, row in pairs if raw_id != 2**63 - 1}
+    return live
+
+
 def _check_log(root: Path, done: list[Truths]) -> None:
     """The events in a log are the maps that the ranks had at step 9."""
     owners, frames = _maps_in_frames(root)
-    for table in SIZES:
-        name, live = table.removeprefix(PREFIX), dict[int, int]()
-        for truths in done:
-            maps = truths[9][1]
-            fields = ("_mch_sorted_raw_ids", "_mch_remapped_ids_mapping")
-            pairs = zip(*(maps[f"{name}.{each}"].tolist() for each in fields), strict=True)
-            live |= {raw_id: row for raw_id, row in pairs if raw_id != 2**63 - 1}
-        assert owners[table] == live
+    assert owners == {table: _maps_of(done, table) for table in SIZES}
     assert frames > 2 * len(SIZES)
     assert [each.announces for each in Control(FileLog(root)).refresh().claims.values()] == [("dense_proof", "ids")]
 
@@ -292,6 +298,7 @@ def test_a_log_and_a_trimmed_log_with_a_store_have_the_map_of_the_marker(tmp_pat
     commit = Control(FileLog(root)).refresh().commits[last]
     trim_log(FileLog(root), Control(FileLog(root)), commit, open_store(str(root)).url)
     assert _log_bytes(root) < before
+    _check_exported(uri, tmp_path / "out", done)
     _compare_restored(uri, done)
 
 
@@ -305,6 +312,19 @@ def test_the_outer_tier_has_the_events_of_the_inner_one(tmp_path: Path) -> None:
     _check_log(outer, done)
     shutil.rmtree(inner)
     _compare_restored(f"file://{outer}", done)
+
+
+def _check_exported(uri: str, folder: Path, done: list[Truths]) -> None:
+    """A marker of a store as Parquet: under each raw id the row that it has."""
+    said = CliRunner().invoke(app, ["export", uri, "--to", f"parquet://{folder}"])
+    assert said.exit_code == 0, said.output
+    for table in SIZES:
+        name, found = table.removeprefix(PREFIX), pyarrow.parquet.read_table(folder / f"{table}.parquet")
+        (weights,) = [value for key, value in done[0][9][0].items() if key.endswith(f".{name}.weight")]
+        assert found["id"].to_pylist() == list(range(len(weights)))
+        assert found["vector"].to_pylist() == weights.tolist()
+        raw_ids = {raw_id: row for row, raw_id in enumerate(found["raw_id"].to_pylist()) if raw_id is not None}
+        assert raw_ids == _maps_of(done, table)
 
 
 def _compare_restored(uri: str, done: list[Truths]) -> None:

@@ -74,6 +74,7 @@ def export_marker(
                 target,
                 wanted,
                 lambda count: progress.advance(writing, count),
+                has_id_maps=job.lineage.claims[commit.generation].has_id_events,
             )
     if json:
         print_json(asdict(exported))

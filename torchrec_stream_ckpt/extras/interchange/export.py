@@ -9,6 +9,9 @@ from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
 from torchrec_stream_ckpt.errors import TORCH_HINT, ConfigError
 from torchrec_stream_ckpt.extras.interchange.parquet import write_parquet
 from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
@@ -70,16 +73,19 @@ def export(
     target: ExportTarget,
     options: ExportOptions,
     progress: Callable[[int], None] = lambda _: None,
+    *,
+    has_id_maps: bool = False,
 ) -> Exported:
     """Write one marker to ``target``, which then exists as a whole, or not at all.
 
     Args:
         commit: The marker.
         open_rows: Opens its rows.
-        dense: Returns its dense directory, digests compared; called only for the DCP format.
+        dense: Returns its dense directory, digests compared; called only for the DCP format, and for raw ids.
         target: Format and folder of the export.
         options: Contents and layout of the export.
         progress: Called with the bytes of each window.
+        has_id_maps: True if the marker records which raw id has which row. Parquet then has raw ids, too.
 
     Raises:
         ConfigError: the folder is not empty, a pattern matches no table, or a package that the format needs is not
@@ -87,7 +93,8 @@ def export(
         CorruptionError: the marker is damaged.
         StoreUnavailableError: the disk does not accept it.
     """
-    _require(target.format)
+    maps = has_id_maps and target.format == "parquet"
+    _require(target.format, raw_ids=maps)
     with new_folder(target.folder, force=options.force) as folder, open_rows() as rows:
         readers = [TableReader(rows, index) for index in chosen_tables(rows.schema, options.tables)]
         about = {"job": commit.job.hex(), "marker": str(commit.id), "step": str(commit.step)}
@@ -103,7 +110,8 @@ def export(
                 folder, readers, states=states, shard_bytes=options.shard_bytes, about=about, progress=progress
             )
         else:
-            files = write_parquet(folder, readers, states=states, about=about, progress=progress)
+            owners = _raw_ids(dense()) if maps else {}
+            files = write_parquet(folder, readers, states=states, about=about, owners=owners, progress=progress)
         return Exported(
             str(commit.id),
             commit.step,
@@ -115,9 +123,17 @@ def export(
         )
 
 
-def _require(format_: str) -> None:
+def _raw_ids(dense: Path) -> dict[str, npt.NDArray[np.int64]]:
+    from torchrec_stream_ckpt.extras.interchange.id_map import read_raw_ids
+
+    return read_raw_ids(dense)
+
+
+def _require(format_: str, *, raw_ids: bool = False) -> None:
     """Report missing packages before anything is read."""
     hints = {"torch": TORCH_HINT, "pyarrow": "pip install 'torchrec_stream_ckpt[export]'"}
     library = {"dcp": "torch", "parquet": "pyarrow"}.get(format_)
     if library is not None and find_spec(library) is None:
         raise ConfigError(f"{format_}:// needs {library}", hint=hints[library])
+    if raw_ids and find_spec("torch") is None:
+        raise ConfigError(f"{format_}:// of a job with managed collision needs torch", hint=hints["torch"])

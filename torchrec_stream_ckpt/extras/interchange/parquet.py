@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
-from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
+from torchrec_stream_ckpt.format.rows import NO_ID, NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.inner import TableReader, TableWindow
 from torchrec_stream_ckpt.util.types import TableSpec
 
@@ -33,6 +33,7 @@ def write_parquet(
     *,
     states: bool,
     about: dict[str, str],
+    owners: Mapping[str, Ids] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
     """Write ``<table>.parquet`` with the columns ``id``, ``vector`` and, if requested, one for each array of a state.
@@ -44,6 +45,8 @@ def write_parquet(
         readers: The tables.
         states: Whether to write states.
         about: Written to the metadata of each file.
+        owners: Raw id of each row, by table, for the column ``raw_id``: null for a free row. Other tables have no such
+            column.
         progress: Called with the bytes of each window.
 
     Returns:
@@ -61,7 +64,8 @@ def write_parquet(
         with contextlib.ExitStack() as stack:
             sink: Any = None
             for row0, rows in list(reader.windows()) or [(0, 0)]:  # a table without rows has a schema, too
-                columns = dict(_columns(pyarrow, reader, reader.read(row0, rows), states=states))
+                raw_ids = (owners or {}).get(reader.spec.name)
+                columns = dict(_columns(pyarrow, reader, reader.read(row0, rows), raw_ids, states=states))
                 group = pyarrow.table(columns).replace_schema_metadata({**about, **more})
                 if sink is None:
                     sink = stack.enter_context(pyarrow.parquet.ParquetWriter(folder / name, group.schema))
@@ -150,9 +154,14 @@ class ChangesFile:
             self._writer.close()
 
 
-def _columns(pyarrow: Any, reader: TableReader, window: TableWindow, *, states: bool) -> Iterator[tuple[str, Any]]:
-    spec = reader.spec
-    yield "id", pyarrow.array(np.arange(window.row0, window.row0 + window.rows))
+def _columns(
+    pyarrow: Any, reader: TableReader, window: TableWindow, raw_ids: Ids | None, *, states: bool
+) -> Iterator[tuple[str, Any]]:
+    spec, end = reader.spec, window.row0 + window.rows
+    yield "id", pyarrow.array(np.arange(window.row0, end))
+    if raw_ids is not None:
+        mine = raw_ids[window.row0 : end]
+        yield "raw_id", pyarrow.array(mine, mask=mine == NO_ID)
     yield "vector", _vectors(pyarrow, window.weights, spec.dtype)
     for state, values in zip(spec.states, window.states, strict=True) if states else ():
         names = [name.removeprefix(f"{spec.name}.") for name in state_names(spec, state, reader.slices)]
