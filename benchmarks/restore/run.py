@@ -30,6 +30,7 @@ import itertools
 import os
 import shutil
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -116,6 +117,8 @@ class Restores:
         self._job, self._folder, self._uri = build(shape), folder, uri
         self._memory = shape.table_bytes * 5 // 4
         """What a load may allocate besides the tables: all of them, at most."""
+        self.cpu_s = 0.0
+        """CPU seconds of the last load, of all threads of this rank."""
 
     def _mine(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         shard = self._job.sharded()[name].local_shards()[0]
@@ -130,11 +133,11 @@ class Restores:
             tensor.zero_()
         memory = self._memory
         ways: dict[str, Callable[[], float]] = {
-            LOAD: lambda: slowest(self._load, memory),
-            MAPPED: lambda: slowest(partial(self._load, mmap=True), memory),
-            DCP: lambda: slowest(self._dcp, memory),
+            LOAD: lambda: self._slowest(self._load, memory),
+            MAPPED: lambda: self._slowest(partial(self._load, mmap=True), memory),
+            DCP: lambda: self._slowest(self._dcp, memory),
             **{name: partial(self._ours, name) for name in SOURCES},
-            **{reader(name): lambda name=name: slowest(partial(self._reader, name), memory) for name in (LOG, STORE)},
+            **{reader(name): lambda n=name: self._slowest(partial(self._reader, n), memory) for name in (LOG, STORE)},
         }
         taken = ways[variant]()
         saved = torch.load(self._folder / "tables.pt", mmap=True, map_location="cpu")
@@ -143,6 +146,16 @@ class Restores:
             if not torch.equal(found, self._mine(name, saved[name]).to(found.device)):
                 raise RuntimeError(f"{name} was restored wrongly")
         return taken
+
+    def _slowest(self, action: Callable[[], object], memory: int) -> float:
+        """(all ranks) Seconds that the slowest rank takes; notes the CPU time of this one."""
+
+        def counted() -> None:
+            begin = time.process_time()
+            action()
+            self.cpu_s = time.process_time() - begin
+
+        return slowest(counted, memory)
 
     @torch.no_grad()
     def _load(self, *, mmap: bool = False) -> None:
@@ -168,7 +181,7 @@ class Restores:
     def _ours(self, name: str) -> float:
         found: list[Restored | None] = []
         with contextlib.closing(attach(self._job, self._uri, self._store(name))) as checkpointer:
-            taken = slowest(lambda: found.append(checkpointer.restore()), self._memory)
+            taken = self._slowest(lambda: found.append(checkpointer.restore()), self._memory)
         if found[0] is None or not found[0].source.startswith(SOURCES[name]):
             raise RuntimeError(f"restored {found[0]}, not from the {SOURCES[name]}")
         return taken

@@ -54,6 +54,13 @@ def test_the_dense_state_is_copied_at_once_and_late(tmp_path: Path) -> None:
     }
 
 
+def test_small_tables_are_restored_in_each_way(tmp_path: Path) -> None:
+    report = run("restore/small.py", "--quick", tmp_path)
+    ways = {"torch.load, mmap + copy", "ours, log", "ours, store"}
+    name = "2 tables of 1000 rows"
+    assert measured(report) == {name: ways, f"{name}, CPU": ways}
+
+
 def test_killed_savers(tmp_path: Path) -> None:
     report = run("dense/pymm.py", "--quick", tmp_path)
     ways = {f"{way}, {files} file" + "s" * (files == "two") for way in WAYS for files in ("one", "two")}

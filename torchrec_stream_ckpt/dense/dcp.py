@@ -7,6 +7,7 @@ import io
 import json
 import warnings
 from collections.abc import Iterator, Mapping
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -129,7 +130,25 @@ def flat(prefix: str, value: Any) -> dict[str, Any]:
 
 
 def blob(value: object) -> torch.Tensor:
-    """Encode any object as one uint8 tensor."""
+    """Encode any object as one uint8 tensor. Do not write to it: equal constants share one."""
+    if type(value) is int:
+        return _constant(value)
+    if type(value) in (dict, list) and not value:
+        return _empty(type(value).__name__)
+    return _encoded(value)
+
+
+@lru_cache(maxsize=16)
+def _constant(value: int) -> torch.Tensor:
+    return _encoded(value)
+
+
+@cache
+def _empty(kind: str) -> torch.Tensor:
+    return _encoded({} if kind == "dict" else [])
+
+
+def _encoded(value: object) -> torch.Tensor:
     buffer = io.BytesIO()
     torch.save(value, buffer, pickle_module=exact_pickle)
     return torch.frombuffer(bytearray(buffer.getbuffer()), dtype=torch.uint8)

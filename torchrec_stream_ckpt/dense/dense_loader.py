@@ -134,7 +134,7 @@ class DenseLoader:
             check(state)
 
     def _fused(self, saved: SavedDense, match: Match | None) -> list[Any]:
-        found = saved.fused()
+        found = saved.fused
         return found if match is None else [match.by_table(values) for values in found]
 
     def _optimizers_differ(self, saved: SavedDense, match: Match | None) -> list[Misfit]:

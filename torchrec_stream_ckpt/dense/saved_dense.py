@@ -294,8 +294,9 @@ class SavedDense:
         older = unblob(self.read({name: empty_blob(self.entries, name)})[name], name)
         return {key: OptimizerState(each["class"], each["param_groups"], {}) for key, each in older.items()}
 
+    @cached_property
     def fused(self) -> list[Any]:
-        """Return the hyperparameters of the fused kernels, of all ranks that wrote it."""
+        """Hyperparameters of the fused kernels, of all ranks that wrote it."""
         if self.tree is None:
             return []
         hyper = [entry for entry in self.entries if entry.startswith("rank") and entry.endswith(".fused")]

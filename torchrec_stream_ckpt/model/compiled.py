@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from torch import nn
 from torchrec.distributed.model_parallel import get_unwrapped_module
 
@@ -10,8 +12,12 @@ from torchrec_stream_ckpt.model import versions
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether ``torch.compile`` created this module. Checked by name: importing its class takes seconds."""
-    kinds = type(module).__mro__
-    return any(kind.__name__ == "OptimizedModule" and kind.__module__.startswith("torch.") for kind in kinds)
+    return _compiles(type(module))  # type: ignore[arg-type]  # mypy takes a class for one that has no hash
+
+
+@lru_cache(maxsize=1024)
+def _compiles(kind: type[nn.Module]) -> bool:
+    return any(each.__name__ == "OptimizedModule" and each.__module__.startswith("torch.") for each in kind.__mro__)
 
 
 def original(module: nn.Module) -> nn.Module:

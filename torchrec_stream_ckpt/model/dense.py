@@ -58,10 +58,12 @@ def _view(module: nn.Module) -> nn.Module:
 
 def is_rebuilt(module: nn.Module) -> bool:
     """Return whether a view replaces this module by a new one, with the same parameters and buffers."""
-    inside = list(module.modules())
-    if any(isinstance(child, ShardedModule) for child in inside):
-        return True
-    return not _own_state(module) and any(is_compiled(child) for child in inside)
+    compiled = False
+    for child in module.modules():
+        if isinstance(child, ShardedModule):
+            return True
+        compiled = compiled or is_compiled(child)
+    return compiled and not _own_state(module)
 
 
 def _check_state_is_known(module: nn.Module) -> None:
