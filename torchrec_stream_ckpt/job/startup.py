@@ -6,8 +6,8 @@ A job may begin from a marker of another job only if the log is not its own, and
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StreamCkptError
@@ -136,6 +136,16 @@ class Restoring:
         if self._team.rank == 0:
             log.warning("an earlier restore failed halfway (%s): restoring the whole job now", self.broken)
 
+    @contextmanager
+    def _noting(self, touched: Callable[[], bool] = lambda: True) -> Iterator[None]:
+        """Note the text of an error that comes after rows of the live tables have been ``touched``."""
+        try:
+            yield
+        except BaseException as error:
+            if touched():
+                self.broken = _text(error)
+            raise
+
     def standby(self, takeover: Takeover, *, accept_unproved: bool) -> Restored | None:
         """Implement ``StreamCheckpointer.standby()``."""
         if self._streaming.stream is not None:
@@ -153,11 +163,8 @@ class Restoring:
         tier, session = self._tier, self._session
         load, advance = session.newest_rows, session.advance
         spare = Standby(self._team, tier.log, tier.control, load, advance, takeover, self._streaming.claims, tier.uri)
-        try:
+        with self._noting(lambda: spare.touched):
             marker = spare.wait()
-        except BaseException as error:
-            self.broken = _text(error) if spare.touched else ""
-            raise
         if marker is None:
             return self.restore(None, accept_unproved=accept_unproved, patience=spare.outlast)
         try:
@@ -193,10 +200,10 @@ class Restoring:
         if self._team.rank == 0:
             self._tier.log.expect_append()  # the CLAIM is appended at the end
         try:
-            found = patience(lambda: self._session.rows(wanted, changes, once=once))
-            failpoint("restore.rows")
-        except BaseException as error:
-            self.broken = _text(error) if self._session.touched else self.broken
+            with self._noting(lambda: self._session.touched):
+                found = patience(lambda: self._session.rows(wanted, changes, once=once))
+                failpoint("restore.rows")
+        except BaseException:
             self._session.let_go()
             raise
         if found is None:
@@ -245,44 +252,25 @@ class Restoring:
         schema = self._attached.schema
         if named is None and other.begun() is None:
             raise nothing_there(source)
-        try:
-            found = other.rows(named, changes)
-            assert found is not None
-            plan, route, rows = found.plan, found.route, found.rows
-            loaded = other.finish(found, accept_unproved=accept_unproved)
-        except BaseException as error:
-            self.broken = _text(error) if other.touched else ""
-            raise
-        finally:
-            other.let_go()
-        try:
+        with self._noting(lambda: other.touched):
+            try:
+                found = other.rows(named, changes)
+                assert found is not None
+                plan, route = found.plan, found.route
+                loaded = other.finish(found, accept_unproved=accept_unproved)
+            finally:
+                other.let_go()
             self._attached.adopt(schema)  # this lineage has its own table numbers
             said = changes if changes is not None else NO_CHANGES
             begun = ClaimChanges.of(said.canonical(), (route.lineage.job, plan.marker))
             self._streaming.open_root(plan.step, begun)
-        except BaseException as error:
-            self.broken = _text(error)
-            raise
         if self._team.rank == 0:
-            loaded.say(plan)
+            loaded.say()
             log.info(
                 "that marker belongs to %s, from which this job starts; this job's first marker holds every table",
                 source.name,
             )
-        generation, marker = plan.marker
-        return Restored(
-            generation,
-            marker,
-            plan.step,
-            plan.world,
-            rows,
-            route.skipped,
-            loaded.source,
-            loaded.share,
-            plan.report,
-            source.name,
-            loaded.replicas,
-        )
+        return replace(loaded.restored, origin=source.name)
 
     def reshard(self, move: Callable[[], float], hook: Callable[[Callable[[], float]], float]) -> float:
         """Run ``dmp.reshard()``, which moves rows between ranks into new kernels.
@@ -299,11 +287,10 @@ class Restoring:
         parent = streaming.mark().result(wait_s).id if streaming.stream is not None else None
         before = attached.column_splits()
         streaming.close(JOIN_S)
-        try:
+        self.can_restore = False
+        with self._noting():
             moved = move()
-        except BaseException as error:
-            self.broken, self.can_restore = _text(error), False
-            raise
+        self.can_restore = True
         attached.unhook()
         attached.describe(attached.schema)
         self._parts.dense.live.kernels = attached.kernels
@@ -325,10 +312,8 @@ class Restoring:
     def _go_on_from(self, attempt: Attempt, *, accept_unproved: bool, patience: Patience) -> Restored:
         """(all ranks) Load the dense state of a marker whose rows are restored, and open a generation based on it."""
         try:
-            loaded = patience(lambda: self._session.finish(attempt, accept_unproved=accept_unproved))
-        except BaseException as error:
-            self.broken = _text(error)
-            raise
+            with self._noting():
+                loaded = patience(lambda: self._session.finish(attempt, accept_unproved=accept_unproved))
         finally:
             self._session.let_go()
         self.broken = ""
@@ -340,21 +325,9 @@ class Restoring:
         )
         self._streaming.events.stand_on(dict(route.commit.meta or ()).get(EVENT_S))
         if self._team.rank == 0:
-            loaded.say(plan)
+            loaded.say()
         self._attached.capture.mark_ranges(loaded.unproved)
-        generation, marker = plan.marker
-        return Restored(
-            generation,
-            marker,
-            plan.step,
-            plan.world,
-            attempt.rows,
-            route.skipped,
-            loaded.source,
-            loaded.share,
-            plan.report,
-            replicas=loaded.replicas,
-        )
+        return loaded.restored
 
 
 def _text(error: BaseException) -> str:

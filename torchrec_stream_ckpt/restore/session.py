@@ -26,12 +26,12 @@ from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
 from torchrec_stream_ckpt.find.job import Job, Named, Tier, Wanted, wanted
 from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.find.tiers import OUTER, Tiers, TierState, named
+from torchrec_stream_ckpt.find.tiers import Tiers, TierState, named
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import begun_in, check_may_begin, check_no_import
+from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
@@ -56,13 +56,11 @@ from torchrec_stream_ckpt.restore.proof_check import (
     say_unproved,
 )
 from torchrec_stream_ckpt.restore.views import Views
-from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError, head_root
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.marker_names import LATEST
-from torchrec_stream_ckpt.util.types import MarkerId, RowRange, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, Restored, RowRange, TableShard
 
 
 def chosen(team: Team, job: Job | Tiers, marker: Named, best: str | None) -> MarkerId | None:
@@ -127,27 +125,10 @@ class Finder:
         """True if the search includes HEAD."""
         self.damaged = Damaged(config.max_fallback)
         """Locations that were found damaged; the same on all ranks, except for the markers that were skipped."""
-        self._place = OUTER
-        """Place that the marker found last is read from."""
 
     def begin(self) -> None:
         """Reset the list of known damage; files may have been repaired since."""
         self.use_head, self.damaged = True, self.damaged.anew()
-
-    @property
-    def frames(self) -> LogReader:
-        """Log that holds the frames of the marker that was found last."""
-        return self._place.log(self._job)
-
-    @property
-    def objects(self) -> Objects:
-        """Store that may hold rows of the marker that was found last."""
-        return self._place.objects(self._job)
-
-    @property
-    def dense(self) -> DenseStore:
-        """Store that holds the dense state of the marker that was found last."""
-        return self._place.dense(self._job)
 
     def find(self, marker: MarkerId | None) -> Route | None:
         """(all ranks) Find a marker, or the newest one if ``marker`` is None.
@@ -172,15 +153,19 @@ class Finder:
             CorruptionError: the log was lost, and its store holds markers.
             MarkerNotFoundError: an import into the log has begun and has not finished.
         """
-        state = TierState.read(self._job)
-        newest = next(state.newest_first(), None)
-        if newest is None:
+        if (found := self._newest()) is None:
             find(self._job, None)  # checks whether a log was lost
             outer = self._job.outer
             check_no_import(outer.control.lineage, outer.uri)
             return None
-        lineage = state.lineage(next(state.places(newest.id)))
-        return Begun(newest.id, begun_in(lineage.claims[lineage.way(newest.id)[0].generation]))
+        newest, lineage = found
+        return Begun(newest, begun_in(lineage.claims[lineage.way(newest)[0].generation]))
+
+    def _newest(self) -> tuple[MarkerId, Lineage] | None:
+        """(rank 0) Return the newest marker, and the lineage of the best place that has it. None without markers."""
+        state = TierState.read(self._job)
+        newest = next(state.newest_first(), None)
+        return (newest.id, state.lineage(next(state.places(newest.id)))) if newest is not None else None
 
     def check_may_begin(self) -> None:
         """(rank 0) Check that a log without a marker is not waiting for the marker of an import or of a warm start.
@@ -193,15 +178,13 @@ class Finder:
 
     def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
         """(rank 0) Return the newest marker if its path has ``marker``, followed by the changes with this digest."""
-        state = TierState.read(self._job)
-        newest = next(state.newest_first(), None)
-        if newest is None:
+        if (found := self._newest()) is None:
             return None
-        lineage = state.lineage(next(state.places(newest.id)))
-        claims = (lineage.claims[each.generation] for each in lineage.way(newest.id))
+        newest, lineage = found
+        claims = (lineage.claims[each.generation] for each in lineage.way(newest))
         told = (claim.changes.each for claim in claims if claim.parent == marker and claim.changes is not None)
         made = any(change.digest == digest for each in told for change in each)
-        return newest.id if made else None
+        return newest if made else None
 
     def close(self) -> None:
         """Close the HEAD, so that its writer can continue."""
@@ -211,7 +194,6 @@ class Finder:
 
     def _look(self, marker: MarkerId | None, head: OpenHead) -> Route | None:
         route = self._team.on_rank0(lambda: find(self._job, marker, head, self.damaged))
-        self._place = route.place if route is not None else OUTER
         if isinstance(self._job, Tiers):
             self._job.seen = route.newest_generation if route is not None else None
         return route
@@ -247,41 +229,39 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """Result of a restore, apart from the rows. Identical on every rank."""
+    """Result of a restore, and what the next generation needs of it. Identical on every rank, except for ``rows``."""
 
-    share: float
-    """Fraction of the cells that match their proofs."""
-    merged: tuple[int, ...]
-    """Indices of tables whose row-wise state was merged from other columns, ascending."""
+    restored: Restored
+    merged: tuple[str, ...]
+    """Names of tables whose row-wise state was merged from other columns."""
     swept: tuple[int, ...]
     """Indices of tables that the next generation sends completely, ascending: merged ones and changed ones."""
     proved_up_to: int
     """Position at which the window of the newest proof ends."""
     unproved: tuple[RowRange, ...]
     """Rows that were accepted although they differ from their proofs."""
-    source: str
-    """Sources of the rows, as text."""
     record: ClaimChanges | None
     """Record of the changes for the next CLAIM; None if the model is that of the marker."""
-    replicas: str
-    """Same as in ``Restored``."""
 
-    def say(self, plan: RestorePlan) -> None:
+    def say(self) -> None:
         """(rank 0) Log what was restored."""
+        done = self.restored
         log.info(
             "restored marker %s (step %d, written by %d ranks) from %s; %s rows match the digests taken in training",
-            plan.marker,
-            plan.step,
-            plan.world,
-            self.source,
-            "all" if self.share >= 1 else f"{100 * self.share:.1f}% of its",
+            done.id,
+            done.step,
+            done.world,
+            done.source,
+            "all" if done.proved >= 1 else f"{100 * done.proved:.1f}% of its",
         )
-        if self.replicas != "same":
+        if done.replicas != "same":
             log.warning("the marker was saved with replicas='rank0': all ranks now have the dense state of its rank 0")
         if self.merged:
-            names = ", ".join(plan.schema.tables[table].name for table in self.merged)
-            log.info("row-wise state of %s was merged from other columns and not compared with its proof", names)
-        if plan.report is not None and (changed := plan.report.kept_in_part):
+            log.info(
+                "row-wise state of %s was merged from other columns and not compared with its proof",
+                ", ".join(self.merged),
+            )
+        if done.evolved is not None and (changed := done.evolved.kept_in_part):
             log.info(
                 "rows of %s were loaded into changed tables and not compared with their proofs", ", ".join(changed)
             )
@@ -406,7 +386,8 @@ class Session:
 
     def let_go(self) -> None:
         """Release the copies of dense state after a restore has ended or failed."""
-        self._finder.dense.release()
+        for each in (self._job.near, self._job.outer):
+            each.dense.release()
 
     def begun(self) -> Begun | None:
         """Return the newest marker of this log and its origin, as :meth:`Finder.begun`."""
@@ -417,7 +398,7 @@ class Session:
         try:
             return self.rows(None, fall_back=False)
         finally:
-            self._finder.dense.release()
+            self.let_go()
 
     def advance(self, held: Attempt, route: Route) -> int:
         """(each rank) Write the rows committed after the marker that the tables hold; returns their number.
@@ -464,7 +445,6 @@ class Session:
         refuse_or_accept(unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
         match = new.match if new is not None else None
         load_rest = team.together(lambda: self._dense.loader.load(saved, match))
-        replicas = "rank0" if saved.one_replica else "same"
         replicated = attached.replicated().tensors()
         compared = check_replicated(team, match.replicated(replicated) if match is not None else replicated, seen)
         refuse_or_accept(compared.unproved, plan.marker, accept=accept_unproved, say=team.rank == 0)
@@ -477,15 +457,25 @@ class Session:
         attached.begin(swept)
         team.together(load_rest)  # changes that the user's objects make from here on are captured
         failpoint("restore.dense")
+        source = f"{route.place}: {plan.source}" if self._job.inner is not None else plan.source
+        share = (checked.compared + compared).share
         return Loaded(
-            (checked.compared + compared).share,
-            tuple(sorted(merged)),
+            Restored(
+                *plan.marker,
+                plan.step,
+                plan.world,
+                attempt.rows,
+                route.skipped,
+                source,
+                share,
+                plan.report,
+                replicas="rank0" if saved.one_replica else "same",
+            ),
+            tuple(plan.schema.tables[table].name for table in sorted(merged)),
             tuple(sorted(swept)),
             checked.proved_up_to,
             unproved.rows(schema) if unproved is not None else (),
-            f"{route.place}: {plan.source}" if self._job.inner is not None else plan.source,
             new.record if new is not None else None,
-            replicas,
         )
 
     def _comparable(self, plan: RestorePlan, schema: Schema) -> tuple[TableShard, ...]:
@@ -558,7 +548,9 @@ class Session:
         schema = self._attached.schema
 
         def compare() -> tuple[SavedDense, MarkerComparison]:
-            saved = SavedDense(self._finder.dense.local(route.commit), len(route.commit.ranks), self._team.rank)
+            saved = SavedDense(
+                route.place.dense(self._job).local(route.commit), len(route.commit.ranks), self._team.rank
+            )
             return saved, compared(route, schema, self._dense, saved, changes)
 
         saved, mine = self._team.together(compare)
@@ -577,10 +569,11 @@ class Session:
         return replace(plan, report=new.report)
 
     def _apply(self, attempt: Attempt) -> int:
-        data, plan, route, seen = self._finder.frames, attempt.plan, attempt.route, attempt.seen
+        plan, route, seen = attempt.plan, attempt.route, attempt.seen
+        data, objects = route.place.log(self._job), route.place.objects(self._job)
         try:
             seen.told(route.told)
-            return apply_rows(data, plan, self._attached.kernels, self._finder.objects, self._finder.head, seen)
+            return apply_rows(data, plan, self._attached.kernels, objects, self._finder.head, seen)
         except HeadDamagedError:
             assert self._finder.head is not None
             self._finder.head.drop()
