@@ -12,7 +12,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import compress
 from types import MappingProxyType
 
@@ -26,13 +25,12 @@ from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.interval import Interval, generations, intervals, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
-from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.log.stream import held_by
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece, follow
+from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece, Stride
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.store.reader import Told, load_front, load_told, open_pieces
 from torchrec_stream_ckpt.store.summaries import by_summaries
@@ -465,9 +463,9 @@ def locate(
     if head is None:
         return route
     chain = lineage.chain(marker)
-    strides, ids = catalog.strides(chain), [commit.id for commit in chain]
+    ids, steps = [commit.id for commit in chain], catalog.steps(chain)
     beyond = ids[ids.index(route.stored or head.marker) + 1 :]
-    if not any(each in catalog.markers and each in strides for each in beyond):
+    if not steps or steps[-1][1] not in beyond:
         return route
     # The pieces after HEAD may be gone: gc deletes those that a base replaces.
     cold = _around_damage(catalog, cold, damaged, told)
@@ -577,10 +575,8 @@ def instead_of_log(
 def ends_early(catalog: Catalog, route: Route) -> bool:
     """Return whether the store gives less of a route than its object names promise, due to unavoidable damage."""
     cold = Route(route.lineage, route.commit, route.since)
-    tail = _tail(cold)
-    strides = catalog.strides(tail, cold.reach)
-    reach = next((each.id for each in reversed(tail) if each.id in strides and each.id in catalog.markers), None)
-    return reach is not None and reach != route.stored
+    steps = catalog.steps(_tail(cold), cold.reach)
+    return bool(steps) and steps[-1][1] != route.stored
 
 
 def lost(error: CorruptionError, marker: MarkerId, elsewhere: StreamCkptError | None = None) -> CorruptionError:
@@ -603,55 +599,34 @@ def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionErro
     """
     tail, since, whole = _tail(route), route.reach, set[str]()
     commits = {commit.id: commit for commit in tail}
+
+    def is_damaged(step: Stride) -> bool:
+        """Check a piece or, if both ends are the same, the segments with the shards of each rank at that marker."""
+        start, end = step
+        try:
+            is_piece, commit = start != end, commits[end]
+            for ref in catalog.piece(start, commit).segments if is_piece else catalog.check(commit).last:
+                if ref.name in damaged:
+                    return True
+                if ref.name not in whole:
+                    load_front(catalog.objects, ref, catalog.job)
+                    whole.add(ref.name)
+        except CorruptionError:
+            return True
+        return False
+
     with ThreadPoolExecutor(_READERS) as pool:  # each check may be slow
-        while True:
-            strides = catalog.strides(tail, since)
-            reach = next(
-                (each.id for each in reversed(tail) if each.id in strides and each.id in catalog.markers), None
-            )
-            if reach is None:
-                return catalog
-            steps = follow(strides, reach, since)
-            refs = [partial(_refs_of, catalog, start, commits[end]) for start, end in steps]
-            refs.append(partial(_last_of, catalog, commits[reach]))
-            bad = list(pool.map(partial(_is_damaged, catalog, damaged, whole), refs))
-            if not any(bad):
-                return catalog
-            away = set(compress(steps, bad))
-            ends = {end for start, end in away - catalog.folds} | ({reach} if bad[-1] else set())
-            catalog = replace(catalog, folds=catalog.folds - away, markers=catalog.markers - ends)
+        while steps := catalog.steps(tail, since):
+            steps.append((steps[-1][1], steps[-1][1]))
+            bad = set(compress(steps, pool.map(is_damaged, steps)))
+            if not bad:
+                break
+            ends = {end for _, end in bad - catalog.folds}
+            catalog = replace(catalog, folds=catalog.folds - bad, markers=catalog.markers - ends)
+    return catalog
 
 
 def _tail(route: Route) -> list[Commit]:
     """Return the COMMITs on the path to a marker after those that HEAD or the reader has."""
     chain, reach = route.lineage.chain(route.marker), route.reach
     return chain[[commit.id for commit in chain].index(reach) + 1 :] if reach is not None else chain
-
-
-def _refs_of(catalog: Catalog, start: MarkerId | None, end: Commit) -> Sequence[SegmentRef]:
-    """Find the segments of a fold, or otherwise of an interval; also raises if it belongs to another history."""
-    return catalog.piece(start, end).segments
-
-
-def _last_of(catalog: Catalog, reach: Commit) -> Sequence[SegmentRef]:
-    """Find the segments with the ranks' lists of shards at the marker up to which the store has all rows."""
-    return catalog.check(reach).last
-
-
-def _is_damaged(
-    catalog: Catalog,
-    damaged: Mapping[str, CorruptionError],
-    whole: set[str],
-    refs: Callable[[], Sequence[SegmentRef]],
-) -> bool:
-    """Return whether segments are damaged, judging by directories and known damage; adds intact ones to ``whole``."""
-    try:
-        for ref in refs():
-            if ref.name in damaged:
-                return True
-            if ref.name not in whole:
-                load_front(catalog.objects, ref, catalog.job)
-                whole.add(ref.name)
-    except CorruptionError:
-        return True
-    return False

@@ -369,10 +369,7 @@ class Catalog:
         Raises:
             CorruptionError: a manifest that is needed was altered, or is of another history than ``chain``.
         """
-        strides = self.strides(chain, since)
-        reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
-        commits = {commit.id: commit for commit in chain}
-        steps = follow(strides, reach, since)
+        commits, steps = {commit.id: commit for commit in chain}, self.steps(chain, since)
 
         def piece(step: Stride) -> Piece:
             return self.piece(step[0], commits[step[1]])
@@ -427,6 +424,12 @@ class Catalog:
                 found[marker] = min(led, key=lambda start: places[start])
             before = marker
         return found
+
+    def steps(self, chain: Sequence[Commit], since: MarkerId | None = None) -> list[Stride]:
+        """Return (start, end) of the pieces of :meth:`cover`, judging by names. The last one ends at a manifest."""
+        strides = self.strides(chain, since)
+        reach = next((each.id for each in reversed(chain) if each.id in self.markers and each.id in strides), None)
+        return follow(strides, reach, since)
 
     def piece(self, start: MarkerId | None, end: Commit) -> Piece:
         """Return the piece of (start, end]: a fold, or otherwise an interval; raises as :meth:`cover`."""

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.store.api import Objects, Readable
-from torchrec_stream_ckpt.store.catalog import Catalog, ObjectCache, follow
+from torchrec_stream_ckpt.store.catalog import Catalog, ObjectCache
 from torchrec_stream_ckpt.store.prefetched import Summarized
 from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR, SummaryName, parse_summary_name
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -86,9 +86,7 @@ def by_summaries(catalog: Catalog, chain: Sequence[Commit], since: MarkerId | No
     """
     if len(catalog.markers) < WORTH_IT:
         return None
-    strides = catalog.strides(chain, since)
-    reach = next((each.id for each in reversed(chain) if each.id in catalog.markers and each.id in strides), None)
-    ends = {end for start, end in follow(strides, reach, since) if (start, end) not in catalog.folds}
+    ends = {end for start, end in catalog.steps(chain, since) if (start, end) not in catalog.folds}
     wanted = {each.id for each in chain[-_WITHIN_FOLDS:] if each.id in catalog.markers} | ends
     if len(wanted) < WORTH_IT:
         return None
