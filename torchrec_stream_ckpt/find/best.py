@@ -91,9 +91,8 @@ class Best:
 def said_of(lineage: Lineage, without: Collection[MarkerId] = ()) -> dict[MarkerId, dict[str, Value]]:
     """Return the metadata of all committed markers except those in ``without``, oldest first."""
     return {
-        marker: dict(without_aliases({**dict(commit.meta or ()), **dict(lineage.notes.get(marker, ()))}.items()))
-        for marker, commit in lineage.commits.items()
-        if marker not in without
+        commit.id: dict(without_aliases({**dict(commit.meta or ()), **dict(lineage.notes.get(commit.id, ()))}.items()))
+        for commit in lineage.commits.through(each for each in lineage.commits if each not in without)
     }
 
 

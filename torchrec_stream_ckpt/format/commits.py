@@ -11,7 +11,7 @@ that the store gave up. A COMMIT that differs in any byte from its writer's enco
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, ItemsView, Iterable, Iterator, Mapping, MutableMapping, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, ValuesView
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -105,9 +105,6 @@ class Commits(MutableMapping[MarkerId, Commit]):
     def values(self) -> CommitValues:
         return CommitValues(self)
 
-    def items(self) -> CommitItems:
-        return CommitItems(self)
-
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Commits):
             return dict(self.items()) == dict(other.items())
@@ -160,13 +157,3 @@ class CommitValues(ValuesView[Commit]):
 
     def __reversed__(self) -> Iterator[Commit]:
         return self._mapping.through(list(reversed(self._mapping)))
-
-
-class CommitItems(ItemsView[MarkerId, Commit]):
-    """Markers with their COMMITs."""
-
-    _mapping: Commits
-
-    def __iter__(self) -> Iterator[tuple[MarkerId, Commit]]:
-        markers = list(self._mapping)
-        return zip(markers, self._mapping.through(markers), strict=True)

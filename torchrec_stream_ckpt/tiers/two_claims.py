@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Iterable
 from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerFailedError
@@ -49,7 +49,8 @@ def claim_both(tiers: Tiers, new: Opening) -> tuple[Claim, Claim]:
         relay_parent(tiers, parent)
     with RelayLock(tiers.folder).hold(LOCK_TIMEOUT_S):
         state = TierState.read(tiers)
-        if parent is not None and (why := _why_no_parent(state, parent)):
+        lacks, why = _missing(state, parent) if parent is not None else ([], "")
+        if why:
             if tiers.seen is not None and state.generation != tiers.seen:
                 raise FencedError(
                     f"another trainer has claimed generation {state.generation} since marker {parent} was restored",
@@ -63,7 +64,7 @@ def claim_both(tiers: Tiers, new: Opening) -> tuple[Claim, Claim]:
             )
             new = replace(new, parent=None, swept=tuple(range(len(new.schema.tables))))
         elif parent is not None:
-            _adopt(tiers, state, parent)
+            _adopt(tiers, state, parent, lacks)
         theirs = claim_generation(outer, new, least=state.inner.next_generation, near=inner.log)
         note_reached(inner.objects, theirs.job, MarkerId(theirs.generation, 0), tiers.every)
         mine = claim_generation(inner, new, twin=theirs)
@@ -87,47 +88,46 @@ def relay_parent(tiers: Tiers, parent: MarkerId) -> None:
         relay.close()
 
 
-def _why_no_parent(state: TierState, parent: MarkerId) -> str:
-    """Return why a generation cannot be based on ``parent`` on both logs; empty if it can."""
+def _missing(state: TierState, parent: MarkerId) -> tuple[list[Claim | Commit], str]:
+    """Return the records on the path to ``parent`` that the inner log lacks, in order, and why it cannot take them.
+
+    The reason is empty if a generation can be based on ``parent`` on both logs.
+    """
+    lacks: list[Claim | Commit] = []
     if parent not in state.outer.commits:
-        return "it was never copied to the outer tier, which has newer markers"
-    return _for_each_missing(state, parent, lambda _: None)
-
-
-def _for_each_missing(state: TierState, parent: MarkerId, do: Callable[[Claim | Commit], None]) -> str:
-    """Call ``do`` with each record on the path to ``parent`` that the inner log lacks, in order. Returns why the inner
-    log cannot take them, or ""."""
+        return lacks, "it was never copied to the outer tier, which has newer markers"
     newest, last = state.inner.newest_generation, state.inner.newest
     taken: set[int] = set()
     for commit in state.outer.chain(parent):
         claim = state.outer.claims[commit.generation]
         mine = state.inner.claims.get(claim.generation)
         if mine is None and claim.generation > newest:
-            do(claim)
+            lacks.append(claim)
             taken.add(claim.generation)
             newest = claim.generation
         elif claim.generation not in taken and (mine is None or mine.nonce != claim.nonce):
-            return f"the inner log has generations newer than {claim.generation}, but not that one"
+            return lacks, f"the inner log has generations newer than {claim.generation}, but not that one"
         if commit.id in state.inner.commits:
             continue
         if state.owns(claim.generation):
             # Its own rows up to there are gone, or never existed: a COMMIT for them would be false.
             if commit.id in {each.id for each in state.outer.path(parent)}:
-                return f"the inner log has lost marker {commit.id}"
+                return lacks, f"the inner log has lost marker {commit.id}"
             continue
         if claim.generation != newest or (last is not None and commit.id <= last.id):
-            return f"the inner log continued after marker {commit.id}"
-        do(commit)
-    return ""
+            return lacks, f"the inner log continued after marker {commit.id}"
+        lacks.append(commit)
+    return lacks, ""
 
 
-def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
-    """Write the control records that lead to ``parent`` into the inner log, if it lacks them."""
+def _adopt(tiers: Tiers, state: TierState, parent: MarkerId, lacks: Iterable[Claim | Commit]) -> None:
+    """Write the control records that lead to ``parent`` into the inner log, as they are on the outer one."""
     inner = tiers.inner
     path = state.outer.path(parent)
     # A reader that looks for missing rows must find an empty partition.
     inner.log.prepare(max(state.outer.claims[commit.generation].partitions for commit in path))
-    _for_each_missing(state, parent, lambda record: _append(tiers, record))
+    for record in lacks:
+        inner.log.append_control(record.to_frame(), garbage=inner.control.signs)
     lineage = inner.control.refresh()
     away = [commit.id for commit in lineage.path(parent) if not state.owns(commit.generation)]
     said = lineage.trims.reach
@@ -137,8 +137,3 @@ def _adopt(tiers: Tiers, state: TierState, parent: MarkerId) -> None:
     nonce, now = uuid.uuid4().hex, time.time()
     inner.control.trim(Trim(job, last.generation, last.marker, tuple(away), tiers.outer.uri, nonce, now))
     log.info("the inner log is now based on marker %s of the outer tier", parent)
-
-
-def _append(tiers: Tiers, record: Claim | Commit) -> None:
-    """Append a record exactly as it is on the outer log, including its signature."""
-    tiers.inner.log.append_control(record.to_frame(), garbage=tiers.inner.control.signs)
