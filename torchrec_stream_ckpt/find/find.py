@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -265,36 +265,26 @@ def verify_dense_state(dense: DenseStore, commit: Commit, check: Callable[[Commi
         ) from None
 
 
+@dataclass(slots=True)
 class Search:
-    """Search in one snapshot of a job's logs, with the contents of its stores.
+    """Search in one snapshot of a job's logs, with the contents of its stores. Arguments are those of :func:`find`."""
 
-    Args:
-        state: Control partitions of its logs.
-        job: The job's log, or both of its logs.
-        head: Opens HEAD.
-        damaged, check_dense: Same as in :func:`find`.
-    """
+    state: TierState
+    """Control partitions of the logs."""
+    job: Job | Tiers
+    head: OpenHead = no_head
+    damaged: Damaged = field(default_factory=Damaged)
+    check_dense: CheckDense = verify_all
+    _catalogs: dict[str, Catalog | None] = field(default_factory=dict)
+    """Catalogs of the stores that were read, by URL."""
+    _gone: tuple[int, ...] = field(init=False)
 
-    def __init__(
-        self,
-        state: TierState,
-        job: Job | Tiers,
-        head: OpenHead = no_head,
-        damaged: Damaged | None = None,
-        check_dense: CheckDense = verify_all,
-    ) -> None:
-        self._state = state
-        self._job = job
-        self._head = head
-        self._check_dense = check_dense
-        self._damaged = Damaged() if damaged is None else damaged
-        self._catalogs: dict[str, Catalog | None] = {}
-        """Catalogs of the stores that were read, by URL."""
-        self._gone = _gone(state)
+    def __post_init__(self) -> None:
+        self._gone = _gone(self.state)
 
     def choose(self, marker: MarkerId | None) -> Route | None:
         """Find a marker like :func:`find`, in this snapshot."""
-        state, damaged = self._state, self._damaged
+        state, damaged = self.state, self.damaged
         if marker is not None:
             return self._anywhere(marker, named=True)
         commit = None
@@ -305,7 +295,7 @@ class Search:
             raise damaged.exhausted()
         if commit is not None:
             raise MarkerNotFoundError(
-                "every committed marker was given up", hint="name another store", store=OUTER.dense(self._job).url
+                "every committed marker was given up", hint="name another store", store=OUTER.dense(self.job).url
             )
         return None
 
@@ -313,7 +303,7 @@ class Search:
         """Return whether anything was given up or trimmed since: an incomplete marker may be complete elsewhere."""
         with suppress(StreamCkptError):  # the error of the search itself is raised, not this one
             catalogs = (each for each in self._catalogs.values() if each is not None)
-            return _gone(TierState.read(self._job)) != self._gone or any(
+            return _gone(TierState.read(self.job)) != self._gone or any(
                 Catalog.load(each.objects, each.job).dropped != each.dropped for each in catalogs
             )
         return False
@@ -321,17 +311,17 @@ class Search:
     def _anywhere(self, marker: MarkerId, *, named: bool) -> Route | None:
         """Return the route from the best place that has the marker intact. None if an unnamed marker is skipped."""
         failures: list[StreamCkptError] = []
-        for place in self._state.places(marker):
+        for place in self.state.places(marker):
             try:
-                if (damage := self._damaged.places.get((marker, place))) is not None:
+                if (damage := self.damaged.places.get((marker, place))) is not None:
                     raise damage
                 return self._at(marker, place)
             except _ELSEWHERE as error:
-                if self._state.inner.claims:
+                if self.state.inner.claims:
                     log.warning("the %s tier cannot provide marker %s: %s", place, marker, error.headline)
                 failures.append(error)
                 if isinstance(error, CorruptionError):
-                    self._take_back(place, self._state.lineage(place).job, [error])
+                    self._take_back(place, self.state.lineage(place).job, [error])
         if named:
             raise self._not_there(marker, failures)
         self._pass_over(marker, failures)
@@ -339,33 +329,33 @@ class Search:
 
     def _at(self, marker: MarkerId, place: Place) -> Route:
         """Return the route to a marker from one place."""
-        lineage, data = self._state.lineage(place), place.log(self._job)
+        lineage, data = self.state.lineage(place), place.log(self.job)
         commit, catalog = lineage.find(marker), self._catalog(lineage, place)
         if catalog is not None and catalog.is_dropped(commit):
             catalog.check_offered(marker)
-        self._check_dense(place.nearest(self._job), commit)
-        head = warm(self._head(lineage.job), lineage, marker)
-        damaged = self._damaged.segments(place)
+        self.check_dense(place.nearest(self.job), commit)
+        head = warm(self.head(lineage.job), lineage, marker)
+        damaged = self.damaged.segments(place)
         found = list(damaged.values())
         route = locate(lineage, marker, catalog, head=head, damaged=damaged, told=found.append)
         self._take_back(place, lineage.job, found)
         try:
             route.check(data)
             route.check_own(data)
-            return replace(route.complete(data), place=place, newest_generation=self._state.generation)
+            return replace(route.complete(data), place=place, newest_generation=self.state.generation)
         except (TrimmedError, CorruptionError) as error:
             if catalog is None or not ends_early(catalog, route):
-                raise lacking(error, place.objects(self._job)) from None
+                raise lacking(error, place.objects(self.job)) from None
             damage = damage_of(catalog, lineage, marker, damaged)
             raise damage or error from None  # the store's error takes precedence: without it the log would not be read
 
     def _take_back(self, place: Place, job: bytes, errors: list[CorruptionError]) -> None:
         """Withdraw verifications of damaged objects, so that no process deletes other copies in favor of them."""
         if errors:
-            take_back_if_possible(place.objects(self._job), job, errors)
+            take_back_if_possible(place.objects(self.job), job, errors)
 
     def _catalog(self, lineage: Lineage, place: Place) -> Catalog | None:
-        objects = place.objects(self._job)
+        objects = place.objects(self.job)
         if objects.url not in self._catalogs:
             self._catalogs[objects.url] = Catalog.of_job(objects, lineage)
         return place.offered(self._catalogs[objects.url])
@@ -387,12 +377,12 @@ class Search:
         if isinstance(failures[-1], OtherLogError):
             raise failures[-1]
         if damage:
-            self._damaged.over(marker, damage[0])
+            self.damaged.over(marker, damage[0])
         elif trimmed:
             raise trimmed[0]
 
     def _not_there(self, marker: MarkerId, failures: list[StreamCkptError]) -> StreamCkptError:
-        if marker in self._state.outer.commits:
+        if marker in self.state.outer.commits:
             return failures[-1]  # the error of the outer tier
         if failures:
             return type(failures[0])(
@@ -401,7 +391,7 @@ class Search:
                 **failures[0].where,
             )
         try:
-            self._state.outer.find(marker)
+            self.state.outer.find(marker)
         except MarkerNotFoundError as error:
             return error
         raise AssertionError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.find.holdings import Holding, Holdings
@@ -47,7 +48,6 @@ class Survey:
     def __init__(self, job: Job) -> None:
         self._job = job
         self._incarnation = job.log.incarnation()
-        self._holdings: list[Holdings | StreamCkptError | None] = []
         self._stands: dict[tuple[MarkerId, MarkerId | None], bool] = {}
         """For (marker, reach): whether the log has all rows of the marker after ``reach``."""
         self._has: dict[tuple[MarkerId, MarkerId | None], bool] = {}
@@ -61,20 +61,19 @@ class Survey:
         Raises:
             StoreUnavailableError: the store does not answer.
         """
-        if not self._holdings:
-            try:
-                self._holdings.append(self._hold())
-            except StreamCkptError as error:  # do not retry an unreachable store for each marker
-                self._holdings.append(error)
-        (found,) = self._holdings
-        if isinstance(found, StreamCkptError):
-            raise found
-        return found
+        if isinstance(self._listed, StreamCkptError):
+            raise self._listed
+        return self._listed
 
-    def _hold(self) -> Holdings | None:
-        lineage = self._job.lineage
-        objects = self._job.objects if lineage.commits else None
-        return Holdings.load(objects, lineage) if objects is not None and check_store(objects) else None
+    @cached_property
+    def _listed(self) -> Holdings | StreamCkptError | None:
+        """Result or error of :meth:`holdings`: an unreachable store is not asked again for each marker."""
+        try:
+            lineage = self._job.lineage
+            objects = self._job.objects if lineage.commits else None
+            return Holdings.load(objects, lineage) if objects is not None and check_store(objects) else None
+        except StreamCkptError as error:
+            return error
 
     def given_up(self, commit: Commit) -> str | None:
         """Return the day on which a marker was given up; None if it was not."""
@@ -91,7 +90,9 @@ class Survey:
         try:
             holdings = self.holdings()
             if holdings is not None and commit.id in holdings.catalog.dropped:
-                return self._dropped(commit, holdings)
+                drop = holdings.catalog.drop_of(commit.id)
+                reason, in_log = f"given up by {drop.reason} on {drop.day}", self._is_there(commit.id, None)
+                return Availability(reason, in_log=in_log, dropped=drop.day)
             holding = holdings.look(commit.id) if holdings is not None else None
             reason = self._job.dense_of(commit).why_not(commit)
         except StreamCkptError as error:
@@ -105,11 +106,6 @@ class Survey:
         if reason or lacks:
             return Availability(reason or lacks, "" if reason else trimmed, None, in_log, None, holding)
         return Availability("", "", source_of(commit.id, reach), in_log, None, holding)
-
-    def _dropped(self, commit: Commit, holdings: Holdings) -> Availability:
-        drop = holdings.catalog.drop_of(commit.id)
-        in_log = self._is_there(commit.id, None)
-        return Availability(f"given up by {drop.reason} on {drop.day}", "", None, in_log, drop.day)
 
     def _is_there(self, marker: MarkerId, reach: MarkerId | None) -> bool:
         """Return whether the log has all rows of a marker after ``reach``. The cost does not grow with its path.

@@ -167,15 +167,6 @@ class Finder:
         newest = next(state.newest_first(), None)
         return (newest.id, state.lineage(next(state.places(newest.id)))) if newest is not None else None
 
-    def check_may_begin(self) -> None:
-        """(rank 0) Check that a log without a marker is not waiting for the marker of an import or of a warm start.
-
-        Raises:
-            MarkerNotFoundError: the log waits for one of them.
-        """
-        outer = self._job.outer
-        check_may_begin(outer.control.lineage, outer.uri)
-
     def made_of(self, marker: MarkerId, digest: str) -> MarkerId | None:
         """(rank 0) Return the newest marker if its path has ``marker``, followed by the changes with this digest."""
         if (found := self._newest()) is None:
@@ -377,7 +368,8 @@ class Session:
                     self._finder.damaged.elsewhere(route, error, may_pass=marker is None and fall_back)
                     written = (attempt.plan, error) if attempt is not None else written
             if fall_back:
-                self._team.on_rank0(self._finder.check_may_begin)
+                outer = self._job.outer
+                self._team.on_rank0(lambda: check_may_begin(outer.control.lineage, outer.uri))
             if declared is not None:
                 raise nothing_to_change(self._tier.uri)
             return None
