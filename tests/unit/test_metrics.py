@@ -171,11 +171,25 @@ QUERIES = {panel["title"]: [target["expr"] for target in panel["targets"]] for p
 
 def test_the_dashboard_asks_for_metrics_that_exist_and_for_nearly_all_of_them() -> None:
     asked = {name for exprs in QUERIES.values() for expr in exprs for name in re.findall(r"\bstream_ckpt_\w+", expr)}
-    known = {name: metric for metric in (*TRAINER_METRICS.values(), *METRICS.values()) for name in metric.series}
+    known = {
+        name: metric
+        for metric in (*TRAINER_METRICS.values(), *METRICS.values(), *FOLLOWER_METRICS.values())
+        for name in metric.series
+    }
     assert asked - known.keys() == set()
     metrics = {metric.name for metric in known.values()}
     left_out = metrics - {known[name].name for name in asked}
     assert {name.removeprefix("stream_ckpt_") for name in left_out} == {
+        "follower_doubted_blocks",
+        "follower_markers_total",
+        "follower_outages_total",
+        "follower_proofs_total",
+        "follower_reloads_total",
+        "follower_rollbacks_total",
+        "follower_rows_total",
+        "follower_tombstones_total",
+        "follower_uncompared_total",
+        "follower_unproved_blocks_total",
         "marker_in_flight",
         "newest_marker_step",
         "ring_waits_total",
@@ -199,7 +213,7 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_for_nearly_all_of_them() 
 def test_counters_are_asked_for_rates_and_gauges_are_not() -> None:
     counters = {
         name
-        for metric in (*TRAINER_METRICS.values(), *METRICS.values())
+        for metric in (*TRAINER_METRICS.values(), *METRICS.values(), *FOLLOWER_METRICS.values())
         if metric.kind != "gauge"
         for name in metric.series
     }
