@@ -43,85 +43,91 @@ from torchrec_stream_ckpt.util.uris import FileUri, parse_uri
 
 _OUTCOMES = (Outcome.FINISHED, Outcome.PREEMPTED, Outcome.FAILED)
 """Outcomes as the metric numbers them, from 1."""
-
-Target = Annotated[
-    str | None,
-    typer.Option(
-        help="Store to write: file://DIR or s3://BUCKET/PREFIX (default: where the job keeps its dense state).",
-        metavar="URL",
-    ),
-]
-Dense = Annotated[
-    str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="URL")
-]
-Once = Annotated[bool, typer.Option("--once", help="End when all that is there now is in the store.")]
-UntilClosed = Annotated[
-    bool,
-    typer.Option(
-        "--until-closed",
-        help="End once the trainer has said that the job is finished, and all its markers are in the store.",
-    ),
-]
-Poll = Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")]
-Rebase = Annotated[
-    float,
-    typer.Option(
-        min=0.0, help="Write a new base once the rows since the last one take this many times its bytes; 0: never."
-    ),
-]
-Compact = Annotated[
-    Literal["none", "span2", "span4", "span8", "span16"],
-    typer.Option(
-        help="span4: write the newest rows of every 4 markers a second time, of every 4 of these again, and so on: any "
-        "marker is read in fewer pieces and rows. span2, span8, span16: likewise."
-    ),
-]
-PassOverLost = Annotated[
-    bool,
-    typer.Option("--pass-over-lost", help="Skip markers whose log or dense data is gone: they stay lost for good."),
-]
-Head = Annotated[
-    str | None,
-    typer.Option(
-        help="Keep the newest marker warm in this host's memory, for restarts here: 'auto' (/dev/shm) or a folder.",
-        metavar="auto|DIR",
-    ),
-]
-CheckProofs = Annotated[
-    bool,
-    typer.Option(
-        "--check-proofs/--no-check-proofs",
-        help="Read the rows that each marker proves from the store, and compare them. Rows that differ are named, and "
-        "a running trainer sends them again.",
-    ),
-]
 _SCRUB_THREADS = 8
-ScrubRate = Annotated[
-    str | None,
-    typer.Option(
-        help="While there is nothing to fold, read this much of the store a second, and repair what is damaged: all of "
-        "it once in (bytes of the store / SIZE) seconds, or once an hour if that is longer (default: off).",
-        metavar="SIZE",
-    ),
-]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaterializeOptions(Access):
+    """Options of the service."""
+
+    uri: Uri
+    store: Annotated[
+        str | None,
+        typer.Option(
+            help="Store to write: file://DIR or s3://BUCKET/PREFIX (default: where the job keeps its dense state).",
+            metavar="URL",
+        ),
+    ] = None
+    dense: Annotated[
+        str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="URL")
+    ] = None
+    once: Annotated[bool, typer.Option("--once", help="End when all that is there now is in the store.")] = False
+    until_closed: Annotated[
+        bool,
+        typer.Option(
+            "--until-closed",
+            help="End once the trainer has said that the job is finished, and all its markers are in the store.",
+        ),
+    ] = False
+    poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")] = 2.0
+    rebase: Annotated[
+        float,
+        typer.Option(
+            min=0.0, help="Write a new base once the rows since the last one take this many times its bytes; 0: never."
+        ),
+    ] = 1.0
+    compact: Annotated[
+        Literal["none", "span2", "span4", "span8", "span16"],
+        typer.Option(
+            help="span4: write the newest rows of every 4 markers a second time, of every 4 of these again, and so on: "
+            "any marker is read in fewer pieces and rows. span2, span8, span16: likewise."
+        ),
+    ] = "span4"
+    engine: EngineOption = "local"
+    pass_over_lost: Annotated[
+        bool,
+        typer.Option("--pass-over-lost", help="Skip markers whose log or dense data is gone: they stay lost for good."),
+    ] = False
+    head: Annotated[
+        str | None,
+        typer.Option(
+            help="Keep the newest marker warm in this host's memory, for restarts here: 'auto' (/dev/shm) or a folder.",
+            metavar="auto|DIR",
+        ),
+    ] = None
+    check_proofs: Annotated[
+        bool,
+        typer.Option(
+            "--check-proofs/--no-check-proofs",
+            help="Read the rows that each marker proves from the store, and compare them. Rows that differ are named, "
+            "and a running trainer sends them again.",
+        ),
+    ] = True
+    scrub_bytes_per_s: Annotated[
+        str | None,
+        typer.Option(
+            help="While there is nothing to fold, read this much of the store a second, and repair what is damaged: "
+            "all of it once in (bytes of the store / SIZE) seconds, or once an hour if that is longer (default: off).",
+            metavar="SIZE",
+        ),
+    ] = None
+    metrics_port: MetricsPort = None
+    metrics_host: MetricsHost = "127.0.0.1"
 
 
 @dataclass(kw_only=True, slots=True)
 class _Setup:
     """Settings of one run, and the resources that it has opened."""
 
+    options: MaterializeOptions
     job: Job
     """The job; its store holds the dense state, if that was named."""
-    store: str | None
-    """Destination of rows; None if only a COMMIT can name it."""
     policy: Policy
     engine: EngineName
-    access: Access
-    pass_over_lost: bool
     head: Path | None
+    rate: int | None
+    """Bytes per second of the scrub; None: no scrub."""
     closing: contextlib.ExitStack
-    check_proofs: bool = True
-    scrub_bytes_per_s: int | None = None
     running: Engine | None = None
     where: str = ""
     """The store's URL."""
@@ -132,9 +138,9 @@ class _Setup:
 
     def open(self, lineage: Lineage, service: MaterializeService) -> Materializer | None:
         """Open the materializer; returns None while only a COMMIT can name the store."""
-        if self.store is None and lineage.newest is None:
+        if self.options.store is None and lineage.newest is None:
             return None
-        url = self.store or kept_store(self.job.uri, lineage.newest)
+        url = self.options.store or kept_store(self.job.uri, lineage.newest)
         objects = open_store(url, options_of(url, self.job.store_options))
         self.where = objects.url
         try:
@@ -153,9 +159,8 @@ class _Setup:
             made = self._materializer(lineage, objects, pool, service, undo)
             self.closing.push(undo.pop_all())
         self.running = made.engine
-        if self.scrub_bytes_per_s is not None:
+        if (rate := self.rate) is not None:
             mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
-            rate = self.scrub_bytes_per_s
             threads = self.closing.enter_context(ThreadPoolExecutor(_SCRUB_THREADS, "scrub"))
             scrubber = Scrubber(objects, lambda: self.job.lineage, "service", mender, service.damaged, threads, rate)
             service.scrub = BackgroundScrub(scrubber, rate, service.scrubbed, service.scrub_trouble)
@@ -179,37 +184,19 @@ class _Setup:
             self.policy,
             engine=lambda here: self._engine(here, lineage, undo),
             going_on=service.going_on,
-            pass_over=service.pass_over if self.pass_over_lost else None,
+            pass_over=service.pass_over if self.options.pass_over_lost else None,
             head=HeadWriter(self.head, objects, pool) if self.head is not None else None,
             repaired=service.repaired,
-            proofs=rule if self.check_proofs else None,
+            proofs=rule if self.options.check_proofs else None,
         )
 
     def _engine(self, here: Site, lineage: Lineage, undo: contextlib.ExitStack) -> Engine:
         """Open the requested engine."""
         log = (self.job.uri, self.job.log)
-        return undo.enter_context(opened_engine(self.engine, here, lineage.job, log, self.access))
+        return undo.enter_context(opened_engine(self.engine, here, lineage.job, log, self.options))
 
 
-def materialize_log(
-    access: Access,
-    uri: Uri,
-    store: Target = None,
-    dense: Dense = None,
-    once: Once = False,
-    until_closed: UntilClosed = False,
-    poll_s: Poll = 2.0,
-    rebase: Rebase = 1.0,
-    compact: Compact = "span4",
-    engine: EngineOption = "local",
-    pass_over_lost: PassOverLost = False,
-    head: Head = None,
-    check_proofs: CheckProofs = True,
-    scrub_bytes_per_s: ScrubRate = None,
-    metrics_port: MetricsPort = None,
-    metrics_host: MetricsHost = "127.0.0.1",
-    json: Json = False,
-) -> None:
+def materialize_log(options: MaterializeOptions, json: Json = False) -> None:
     """Follow a log and fold it into its store, so that any marker comes back at disk speed and the log can be trimmed.
 
     Checks every frame. Reads the log and changes nothing there. It may be killed at any time: the next run continues at
@@ -218,44 +205,43 @@ def materialize_log(
     With --until-closed it ends when the job is finished. If the trainer failed or was preempted, it waits for another
     one. Needs no torch.
     """
-    if once and until_closed:
+    if options.once and options.until_closed:
         raise ConfigError("--once and --until-closed exclude each other", hint="omit one of the two")
-    policy = Policy(rebase=rebase, compact=compact)
-    rate = parse_size(scrub_bytes_per_s) if scrub_bytes_per_s is not None else None
-    if rate is not None and once:
+    rate = parse_size(options.scrub_bytes_per_s) if options.scrub_bytes_per_s is not None else None
+    if rate is not None and options.once:
         raise ConfigError(
             "--scrub-bytes-per-s scrubs while the command waits, but --once does not wait",
             hint="omit --scrub-bytes-per-s, and run stream-ckpt scrub",
         )
     with contextlib.ExitStack() as closing:
-        job = access.job(uri, dense)
+        job = options.job(options.uri, options.dense)
         closing.callback(job.close)
         setup = _Setup(
+            options=options,
             job=job,
-            store=store,
-            policy=policy,
-            engine=EngineName.parse(engine),
-            access=access,
-            pass_over_lost=pass_over_lost,
-            head=head_root(head),
-            check_proofs=check_proofs,
-            scrub_bytes_per_s=rate,
+            policy=Policy(rebase=options.rebase, compact=options.compact),
+            engine=EngineName.parse(options.engine),
+            head=head_root(options.head),
+            rate=rate,
             closing=closing,
         )
         service = MaterializeService(
-            setup.read, lambda lineage: setup.open(lineage, service), until_closed=until_closed
+            setup.read, lambda lineage: setup.open(lineage, service), until_closed=options.until_closed
         )
-        if metrics_port is not None:
+        if options.metrics_port is not None:
             endpoint = serve_metrics(
-                metrics_host, metrics_port, lambda: metric_values(service, setup.running), labels=labels_of(uri)
+                options.metrics_host,
+                options.metrics_port,
+                lambda: metric_values(service, setup.running),
+                labels=labels_of(options.uri),
             )
             closing.callback(endpoint.close)
         panel = Panel(service, lambda: setup.where)
         service.report = closing.enter_context(reporter(line, event_record, panel.render, as_json=json))
-        service.report(Event("start", {"uri": uri, "store": store, "once": once}))
+        service.report(Event("start", {"uri": options.uri, "store": options.store, "once": options.once}))
         with stopping(service.stop):
-            ended = service.run(once=once, poll_s=poll_s)
-    if (once or until_closed) and not ended:  # by a signal: the store must not be taken for complete
+            ended = service.run(once=options.once, poll_s=options.poll_s)
+    if (options.once or options.until_closed) and not ended:  # by a signal: the store must not be taken for complete
         raise typer.Exit(1)
 
 
