@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, progress_bar, short_names, table
-from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json
+from torchrec_stream_ckpt.cli.options import Globs, JobOptions, Json, Scratch
 from torchrec_stream_ckpt.evolve.table_outcome import table_bytes
 from torchrec_stream_ckpt.extras.interchange.diff import DenseDiff, TableDiff, diff_dense, diff_tables, pairs
 from torchrec_stream_ckpt.extras.interchange.export import chosen_tables
@@ -27,9 +27,7 @@ def diff_markers(
         bool, typer.Option("--sent", help="Only count the rows that were sent on the way from the first to the second.")
     ] = False,
     tables: Globs = None,
-    scratch: Annotated[
-        Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
-    ] = None,
+    scratch: Scratch = None,
     json: Json = False,
 ) -> None:
     """Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 from torchrec_stream_ckpt.cli.common import reporter, stopping
-from torchrec_stream_ckpt.cli.options import DAY_S, Globs, JobOptions, MetricsHost, MetricsPort
+from torchrec_stream_ckpt.cli.options import Globs, JobOptions, MetricsHost, MetricsPort, Poll, Scratch, UntilClosed
 from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.extras.follower.core import Follower, follow
 from torchrec_stream_ckpt.extras.follower.parquet_sink import ParquetSink
@@ -37,10 +37,8 @@ def follow_stream(
     ] = "markers",
     tables: Globs = None,
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now has been read.")] = False,
-    until_closed: Annotated[
-        bool, typer.Option("--until-closed", help="End once the trainer has said that the job is finished.")
-    ] = False,
-    poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")] = 0.5,
+    until_closed: UntilClosed = False,
+    poll_s: Poll = 0.5,
     outage_s: Annotated[
         float, typer.Option(min=0.0, help="Give up when log or store has not answered for this many seconds.")
     ] = 300.0,
@@ -79,9 +77,7 @@ def follow_stream(
     ] = None,
     metrics_port: MetricsPort = None,
     metrics_host: MetricsHost = "127.0.0.1",
-    scratch: Annotated[
-        Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
-    ] = None,
+    scratch: Scratch = None,
     json: Annotated[bool, typer.Option("--json", help="Print a JSON line for each update.")] = False,
 ) -> None:
     """Follow a stream: load its newest marker, then read only the changes, and print them table by table.

@@ -16,7 +16,16 @@ import typer
 from torchrec_stream_ckpt.cli.common import event_record, reporter, stopping
 from torchrec_stream_ckpt.cli.engines import opened_engine
 from torchrec_stream_ckpt.cli.events import Panel, line
-from torchrec_stream_ckpt.cli.options import DAY_S, Access, EngineOption, Json, MetricsHost, MetricsPort, Uri
+from torchrec_stream_ckpt.cli.options import (
+    Access,
+    EngineOption,
+    Json,
+    MetricsHost,
+    MetricsPort,
+    Poll,
+    UntilClosed,
+    Uri,
+)
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.find.job import kept_store, options_of
 from torchrec_stream_ckpt.format.end_note import Outcome
@@ -62,14 +71,8 @@ class MaterializeOptions(Access):
         str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="URL")
     ] = None
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now is in the store.")] = False
-    until_closed: Annotated[
-        bool,
-        typer.Option(
-            "--until-closed",
-            help="End once the trainer has said that the job is finished, and all its markers are in the store.",
-        ),
-    ] = False
-    poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")] = 2.0
+    until_closed: UntilClosed = False
+    poll_s: Poll = 2.0
     rebase: Annotated[
         float,
         typer.Option(
@@ -202,8 +205,8 @@ def materialize_log(options: MaterializeOptions, json: Json = False) -> None:
     Checks every frame. Reads the log and changes nothing there. It may be killed at any time: the next run continues at
     the end of the store. Large folds and merges run in parallel, in processes of this host or on a Ray cluster.
 
-    With --until-closed it ends when the job is finished. If the trainer failed or was preempted, it waits for another
-    one. Needs no torch.
+    With --until-closed it ends when the job is finished, and all its markers are in the store. If the trainer failed or
+    was preempted, it waits for another one. Needs no torch.
     """
     if options.once and options.until_closed:
         raise ConfigError("--once and --until-closed exclude each other", hint="omit one of the two")

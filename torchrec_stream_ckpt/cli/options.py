@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torchrec_stream_ckpt.inner import Job, Objects
     from torchrec_stream_ckpt.store.dense import DenseStore
 
+DAY_S = 86_400
 Uri = Annotated[str, typer.Argument(help="file://DIR, kafka://HOST:PORT/JOB or s3://BUCKET/PREFIX", metavar="URI")]
 Store = Annotated[
     str | None,
@@ -52,8 +53,14 @@ Width = Annotated[
 ]
 MetricsPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port.")]
 MetricsHost = Annotated[str, typer.Option(help="Address to serve them at.")]
+Poll = Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")]
+Scratch = Annotated[
+    Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
+]
+UntilClosed = Annotated[
+    bool, typer.Option("--until-closed", help="End once the trainer has said that the job is finished.")
+]
 Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
-DAY_S = 86_400
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from torchrec_stream_ckpt.cli.common import event_record, print_json, reporter, stopping
-from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json
+from torchrec_stream_ckpt.cli.options import Access, Json, Poll
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, printable
 from torchrec_stream_ckpt.extras.tiers.relay_service import RelayService, state_of
 from torchrec_stream_ckpt.find.job import options_of
@@ -34,7 +34,7 @@ def relay_log(
         str | None,
         typer.Option(help="Where dense state goes (default: where the outer tier's markers are).", metavar="URL"),
     ] = None,
-    poll_s: Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks.")] = 0.5,
+    poll_s: Poll = 0.5,
     json: Json = False,
 ) -> None:
     """Copy the committed markers of the inner tier to the outer one: frames as they are, dense state, then COMMIT.

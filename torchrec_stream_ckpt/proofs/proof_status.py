@@ -38,7 +38,7 @@ class ProofStatus:
         return blocks_differ(self.differing)
 
 
-def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -> dict[MarkerId, Comparison]:
+def of_history(lineage: Lineage, said: Iterable[Comparison]) -> dict[MarkerId, Comparison]:
     """Return the newest comparison at each committed marker.
 
     Those of another history, or of other rows, are left out.
@@ -46,7 +46,7 @@ def of_history(lineage: Lineage, said: Iterable[Comparison], who: str = STORE) -
     found: dict[MarkerId, Comparison] = {}
     for each in said:
         commit = lineage.commits.get(each.marker)
-        if each.who == who and commit is not None and commit.chain == each.chain:
+        if each.who == STORE and commit is not None and commit.chain == each.chain:
             found[each.marker] = max(each, found.get(each.marker, each), key=lambda one: one.time_ms)
     return found
 

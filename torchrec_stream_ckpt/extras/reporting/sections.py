@@ -18,6 +18,7 @@ from torchrec_stream_ckpt.extras.reporting.svg import (
     WIDTH,
     Axis,
     Bar,
+    Points,
     bar_chart,
     by_generation,
     chart,
@@ -386,9 +387,9 @@ def stalls(found: Stalls | None) -> str:
     return drawn + legend([(1, "longest of about a second"), (0, "mean")])
 
 
-def _peaks(points: Sequence[tuple[float, float]], most: int = 300) -> list[tuple[float, float]]:
+def _peaks(points: Points) -> list[tuple[float, float]]:
     """Return the highest point of each group of neighbors if there are too many points to draw."""
-    stride = max(1, -(-len(points) // most))
+    stride = max(1, -(-len(points) // 300))
     return [max(points[at : at + stride], key=lambda point: point[1]) for at in range(0, len(points), stride)]
 
 

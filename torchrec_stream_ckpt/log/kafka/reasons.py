@@ -29,6 +29,7 @@ _SEVERAL = (
     "the topic is compacted, or the times of several records are too far from the broker's clock (or it has another "
     "reason, which only the broker's log names)"
 )
+_NO_TLS = ("the client used TLS on a port without TLS", "check security.protocol and the port")
 _SEVERAL_HINT = "run {doctor}: it names the setting, compares the clocks and prints the command that mends it"
 # (part of the code or text, rank, meaning, what to try). The highest rank is the true reason.
 _MEANINGS = (
@@ -38,13 +39,7 @@ _MEANINGS = (
         "the broker rejected the login",
         "check sasl.username and sasl.password, and that the user has a password for this sasl.mechanism",
     ),
-    ("wrong version number", 4, "the client used TLS on a port without TLS", "check security.protocol and the port"),
-    (
-        "PLAINTEXT broker listener",
-        4,
-        "the client used TLS on a port without TLS",
-        "check security.protocol and the port",
-    ),
+    *((text, 4, *_NO_TLS) for text in ("wrong version number", "PLAINTEXT broker listener")),
     (
         "alert bad certificate",
         4,
@@ -87,8 +82,7 @@ _MEANINGS = (
         "set the clocks right by NTP, or let the broker stamp the records: {doctor} compares the clocks and prints "
         "the command",
     ),
-    ("INVALID_RECORD", 1, _SEVERAL, _SEVERAL_HINT),
-    ("_INVALID_DIFFERENT_RECORD", 1, _SEVERAL, _SEVERAL_HINT),
+    *((code, 1, _SEVERAL, _SEVERAL_HINT) for code in ("INVALID_RECORD", "_INVALID_DIFFERENT_RECORD")),
     (
         "MSG_SIZE_TOO_LARGE",
         1,
