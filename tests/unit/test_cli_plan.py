@@ -190,7 +190,7 @@ def test_a_value_that_an_option_does_not_take_is_answered_with_those_it_does(
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("[", "the file is not JSON"),
+        ("[", "the file of tables cannot be read: Expecting value"),
         ('{"rows": 5}', "the file must be a list of tables"),
         ("[]", "the file must be a list of tables"),
         ('[{"rows": 5}]', "dim of a table must be a whole number"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -73,13 +74,5 @@ def status(directory: Dir, as_json: Json = False) -> None:
 
 
 def _print_json(status: BrokerStatus, **more: object) -> None:
-    record = {
-        "directory": str(status.directory),
-        "running": status.running,
-        "pid": status.pid,
-        "bootstrap": status.bootstrap,
-        "uri": status.uri() if status.bootstrap else None,
-        "listeners": status.listeners,
-        "clients": str(status.clients) if status.clients else None,
-    }
-    typer.echo(json.dumps(record | more))
+    record = asdict(status) | {"uri": status.uri() if status.bootstrap else None}
+    typer.echo(json.dumps(record | more, default=str))

@@ -220,14 +220,9 @@ def _read_tables(path: Path, every: dict[str, Any]) -> list[PlannedTable]:
     try:
         with path.open("rb") as file:
             raw = json.loads(file.read(_MAX_FILE_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            f"the file of tables cannot be read: {error.strerror}",
-            hint="pass --tables a number or a JSON file",
-            path=path,
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"the file is not JSON: {error}", hint=f"write it as {EXAMPLE}", path=path) from None
+    except (OSError, ValueError, RecursionError) as error:
+        hint = f"pass --tables a number or a JSON file: {EXAMPLE}"
+        raise ConfigError(f"the file of tables cannot be read: {error}", hint=hint, path=path) from None
     if not isinstance(raw, list) or not raw or not all(isinstance(entry, dict) for entry in raw):
         raise ConfigError("the file must be a list of tables", hint=f"write it as {EXAMPLE}", path=path)
     found = []
