@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from torchrec_stream_ckpt.cli.common import as_json
 from torchrec_stream_ckpt.extras.broker.kraft import Broker, BrokerStatus
 
 app = typer.Typer(rich_markup_mode=None, no_args_is_help=True)
@@ -74,5 +74,5 @@ def status(directory: Dir, as_json: Json = False) -> None:
 
 
 def _print_json(status: BrokerStatus, **more: object) -> None:
-    record = asdict(status) | {"uri": status.uri() if status.bootstrap else None}
-    typer.echo(json.dumps(record | more, default=str))
+    record = as_json(status) | {"uri": status.uri() if status.bootstrap else None}
+    typer.echo(json.dumps(record | more))

@@ -13,9 +13,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from itertools import takewhile
+from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 from rich.console import Console, RenderableType
@@ -29,6 +31,7 @@ from torchrec_stream_ckpt.find.job import kept_store
 from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.store.identity import has_job
 from torchrec_stream_ckpt.util.service import Event
+from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import clock
 
 if TYPE_CHECKING:
@@ -169,14 +172,27 @@ def table(*headers: str | Column, title: str | None = None) -> Table:
     return made
 
 
+def as_json(value: Any) -> Any:
+    """Return a value as JSON has it: fields by name, a marker and a path as text, bytes as hex digits."""
+    if isinstance(value, MarkerId | Path):
+        return str(value)
+    if isinstance(value, bytes):
+        return value.hex()
+    if is_dataclass(value):
+        return {field.name: as_json(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, Mapping):
+        return {name: as_json(each) for name, each in value.items()}
+    return [as_json(each) for each in value] if isinstance(value, list | tuple) else value
+
+
 def print_json(value: object) -> None:
-    typer.echo(json.dumps(value, indent=2))
+    typer.echo(json.dumps(as_json(value), indent=2))
 
 
 def print_json_rows(value: dict[str, object], name: str, rows: Sequence[object]) -> None:
     """Print ``value`` with an additional list field, one item per line, because there may be tens of thousands."""
-    front = json.dumps(value, indent=2).removesuffix("\n}")
-    lines = ",".join(f"\n    {json.dumps(row)}" for row in rows)
+    front = json.dumps(as_json(value), indent=2).removesuffix("\n}")
+    lines = ",".join(f"\n    {json.dumps(as_json(row))}" for row in rows)
     typer.echo(f"{front},\n  {json.dumps(name)}: [{lines}\n  ]\n}}")
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -54,7 +53,7 @@ def diff_markers(
                 found = list(diff_tables(left, right, chosen, lambda count: progress.advance(task, count)))
         dense = diff_dense((pair[0], job.dense_folder(pair[0])), (pair[1], job.dense_folder(pair[1])))
     if json:
-        print_json(_record(options.uri, pair, found, dense))
+        print_json({"uri": options.uri, "first": pair[0].id, "second": pair[1].id, "tables": found, "dense": dense})
     else:
         _print(pair, found, dense)
 
@@ -68,23 +67,13 @@ def _sent(job: Job, pair: tuple[Commit, Commit], chosen: list[int], folder: Path
 
 def _print_sent(uri: str, pair: tuple[Commit, Commit], counts: dict[str, int], *, json: bool) -> None:
     if json:
-        print_json({"uri": uri, "first": str(pair[0].id), "second": str(pair[1].id), "sent": counts})
+        print_json({"uri": uri, "first": pair[0].id, "second": pair[1].id, "sent": counts})
         return
     out = console()
     shown = table("table", "rows sent")
     for name, rows in zip(short_names(out, list(counts)), counts.values(), strict=True):
         shown.add_row(name, f"{rows:,}")
     out.print(shown)
-
-
-def _record(uri: str, pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> dict[str, Any]:
-    return {
-        "uri": uri,
-        "first": str(pair[0].id),
-        "second": str(pair[1].id),
-        "tables": [asdict(table) for table in found],
-        "dense": asdict(dense) if dense is not None else None,
-    }
 
 
 def _print(pair: tuple[Commit, Commit], found: list[TableDiff], dense: DenseDiff | None) -> None:

@@ -6,7 +6,6 @@ import platform
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from typing import Annotated
 
@@ -51,7 +50,7 @@ def examine_job(
     with opened as job:
         findings = [*job.examine_new(), _versions_here()] if new else list(_examine(job))
     if json:
-        print_json([asdict(finding) for finding in findings])
+        print_json(findings)
     else:
         _print(findings)
     if any(finding.verdict is Severity.BAD for finding in findings):

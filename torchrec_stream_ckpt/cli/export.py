@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -77,7 +76,7 @@ def export_marker(
                 has_id_maps=job.lineage.claims[commit.generation].has_id_events,
             )
     if json:
-        print_json(asdict(exported))
+        print_json(exported)
         return
     typer.echo(
         f"marker {exported.marker} (step {exported.step}): {len(exported.tables)} tables of {exported.rows} rows in "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any
 
@@ -255,28 +255,13 @@ def _jobs(objects: Objects, lineage: Lineage | None, job: str | None) -> list[by
 
 
 def _record(plan: GcPlan) -> dict[str, Any]:
-    return {
-        "job": plan.job.hex(),
-        "store": plan.store,
-        "kept": [str(marker) for marker in plan.kept],
-        "dropped": [str(marker) for marker in plan.dropping],
-        "dropped_before": plan.dropped,
-        "by_hand": list(plan.by_hand),
-        "came_back": [str(marker) for marker in plan.came_back],
-        "merged": [
-            {"from": str(span.start or ""), "to": str(span.end), "bytes": span.num_bytes} for span in plan.spans
-        ],
-        "deleted": [asdict(entry) for entry in plan.now],
-        "later": [asdict(entry) for entry in plan.later],
-        "deleted_bytes": plan.num_bytes,
-        "later_bytes": _bytes(plan.later),
-        "not_whole": list(plan.not_whole),
-        "damaged": list(plan.damaged),
-        "unmerged": list(plan.unmerged),
-        "stands_still": plan.stands_still,
-        "awaited": [str(marker) for marker in plan.awaited],
-        "elsewhere": list(plan.elsewhere),
-    }
+    spans = [{"from": str(span.start or ""), "to": span.end, "bytes": span.num_bytes} for span in plan.spans]
+    found: dict[str, Any] = {"job": plan.job, "store": plan.store, "kept": plan.kept, "dropped": plan.dropping}
+    found |= {"dropped_before": plan.dropped, "by_hand": plan.by_hand, "came_back": plan.came_back, "merged": spans}
+    found |= {"deleted": plan.now, "later": plan.later}
+    found |= {"deleted_bytes": plan.num_bytes, "later_bytes": _bytes(plan.later)}
+    names = ("not_whole", "damaged", "unmerged", "stands_still", "awaited", "elsewhere")
+    return found | {name: getattr(plan, name) for name in names}
 
 
 def _done(plan: GcPlan) -> str:

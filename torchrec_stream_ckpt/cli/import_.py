@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -126,7 +125,7 @@ def import_checkpoint(
             lambda count: progress.advance(task, count),
         )
     if json:
-        print_json(asdict(imported))
+        print_json(imported)
     else:
         _print(imported, changes)
 

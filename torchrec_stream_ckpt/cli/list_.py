@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import groupby, islice
 from typing import Annotated, Any
 
@@ -15,7 +14,7 @@ from rich.tree import Tree
 from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json_rows, table
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
-from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, ended_of, standing_record
+from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, ended_of
 from torchrec_stream_ckpt.find.best import Condition, meeting, numbers_of, ordered, said_of
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
@@ -74,11 +73,10 @@ def list_markers(
             check_named_store(job)
         if json:
             counts = {"generations": job.lineage.newest_generation, "unsigned": job.lineage.unsigned}
-            ended, standing = ended_of(job.lineage), _standing(job, said)
             head = {
-                "ended": asdict(ended) if ended is not None else None,
+                "ended": ended_of(job.lineage),
                 "unfinished_import": unfinished_import(job.lineage),
-                "compared": standing_record(standing) if standing is not None else None,
+                "compared": _standing(job, said),
             }
             print_json_rows({"uri": options.uri, **counts, **head}, "markers", rows)
             return

@@ -39,17 +39,12 @@ def name_marker(
             before, found = job.remove_name(str(remove)), None
     alias = name if name is not None else remove
     if json:
-        record = {"name": alias, "marker": _text(found), "before": _text(before)}
-        print_json({"uri": options.uri, **record})
+        print_json({"uri": options.uri, "name": alias, "marker": found, "before": before})
     elif found is None:
         typer.echo(f"{alias} is no longer the name of marker {before}")
     else:
         moved = f"; before, it was {before}" if before not in (None, found) else ""
         typer.echo(f"{alias} is marker {found}{moved}")
-
-
-def _text(marker: object) -> str | None:
-    return str(marker) if marker is not None else None
 
 
 def _list(uri: str, names: dict[str, str], *, json: bool) -> None:

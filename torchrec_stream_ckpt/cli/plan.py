@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from dataclasses import asdict
 from typing import Annotated, Any, cast
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import console, print_json, table
+from torchrec_stream_ckpt.cli.common import as_json, console, print_json, table
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Log, PlanOptions, parse_assumptions
 from torchrec_stream_ckpt.errors import ConfigError
@@ -58,9 +57,7 @@ def plan_job(
                 store = job.store_url_of(job.lineage.newest)
     result = plan(work, where, costs)
     if json:
-        print_json(
-            {"workload": _record(work), "deployment": asdict(where), "assumptions": asdict(costs)} | asdict(result)
-        )
+        print_json({"workload": _record(work), "deployment": where, "assumptions": costs} | as_json(result))
         return
     out = console()
     out.print("\n".join(six_lines(work, where, result)), highlight=False, soft_wrap=True)
@@ -72,10 +69,7 @@ def plan_job(
 
 def _record(work: Workload) -> dict[str, Any]:
     return {
-        "tables": [
-            asdict(load.spec) | {"row_bytes": load.row_bytes, "touched": asdict(load.touched)}  # type: ignore[call-overload]
-            for load in work.tables
-        ],
+        "tables": [as_json(load.spec) | {"row_bytes": load.row_bytes, "touched": load.touched} for load in work.tables],
         "table_bytes": work.table_bytes,
         **{field.name: getattr(work, field.name) for field in dataclasses.fields(work) if field.name != "tables"},
     }

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import parse_job, print_json
+from torchrec_stream_ckpt.cli.common import as_json, parse_job, print_json
 from torchrec_stream_ckpt.cli.options import Access, Json, StoreNamed, Uri
 from torchrec_stream_ckpt.maintain.recover.recover import recover
 
@@ -33,7 +32,7 @@ def recover_log(
     with closing(access.job(uri, store)) as opened:
         found = recover(opened.log, opened.control, opened.objects, uri, chosen)
     if json:
-        print_json({"uri": uri, **asdict(found)})
+        print_json({"uri": uri, **as_json(found)})
         return
     newest = found.offered[-1] if found.offered else "none"
     typer.echo(

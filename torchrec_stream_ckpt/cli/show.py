@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from typing import Any
 
-from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json, short_names, table
+from torchrec_stream_ckpt.cli.common import (
+    as_json,
+    check_named_store,
+    console,
+    in_words,
+    plain,
+    print_json,
+    short_names,
+    table,
+)
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
@@ -45,18 +53,18 @@ def _record(job: Job, commit: Commit) -> dict[str, Any]:
         "time_s": commit.time_s,
         "meta": dict(job.lineage.meta(commit.id)),
         "names": job.lineage.names.get(commit.id, []),
-        "lineage": [str(ancestor.id) for ancestor in job.lineage.path(commit.id)],
+        "lineage": [ancestor.id for ancestor in job.lineage.path(commit.id)],
         "trimmed": _trimmed(job, commit),
         **_standing(job, commit),
         "incarnation": claim.incarnation,
         "changes": _changes(job, commit),
-        "tables": [asdict(table) | {"base_generation": bases[index]} for index, table in claim.schema.live],
+        "tables": [as_json(table) | {"base_generation": bases[index]} for index, table in claim.schema.live],
         "data_parallel": [
             {"name": name, "rows": rows, "dim": dim} for name, (rows, dim) in _data_parallel(job, commit).items()
         ],
-        "ranks": [asdict(end) for end in commit.ranks],
+        "ranks": tuple(commit.ranks),
         "dense": job.dense_of(commit).place(commit),
-        "dense_files": [asdict(file) for file in _dense_files(job, commit)],
+        "dense_files": _dense_files(job, commit),
     }
 
 
@@ -89,7 +97,7 @@ def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
     return [
         {
             "generation": claim.generation,
-            "parent": str(claim.parent) if claim.parent is not None else None,
+            "parent": claim.parent,
             "tables": changed_tables(job.lineage, claim),
             "elsewhere": changed_elsewhere(claim.changes),
             "digest": claim.changes.digest if claim.changes is not None else None,
@@ -131,7 +139,7 @@ def _standing(job: Job, commit: Commit) -> dict[str, Any]:
         "reason": standing.reason or None,
         "log": standing.in_log,
         "dropped": standing.dropped,
-        "store_reach": str(holding.reach) if holding is not None and holding.reach is not None else None,
+        "store_reach": holding.reach if holding is not None else None,
         "store_problem": holding.problem or None if holding is not None else None,
         "store_pieces": len(pieces),
         "store_bytes": sum(piece.num_bytes for piece in pieces),
@@ -143,7 +151,7 @@ def _trimmed(job: Job, commit: Commit) -> list[dict[str, Any]]:
     data."""
     trims = [(each.generation, job.lineage.trims.of(each.generation)) for each in job.lineage.path(commit.id)]
     return [
-        {"generation": generation, "up_to": str(trim.reach(generation)), "time_s": trim.time_s, "store": trim.store}
+        {"generation": generation, "up_to": trim.reach(generation), "time_s": trim.time_s, "store": trim.store}
         for generation, trim in trims
         if trim is not None
     ]
@@ -160,7 +168,7 @@ def _print(job: Job, commit: Commit) -> None:
         out.print(f"names: {', '.join(record['names'])}", soft_wrap=True)
     if record["meta"]:
         out.print(f"meta: {plain(in_words(record['meta']))}", soft_wrap=True)
-    out.print(f"lineage: {' -> '.join(record['lineage'])}")
+    out.print(f"lineage: {' -> '.join(map(str, record['lineage']))}")
     out.print(f"from: {record['from'] or 'nowhere: ' + plain(record['reason'])}", soft_wrap=True)
     if record["store_reach"]:
         held = f"{record['store_pieces']} pieces, {size(record['store_bytes'])}"

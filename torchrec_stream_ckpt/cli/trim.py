@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -86,7 +85,7 @@ def trim_job(
     if problem is not None:
         typer.echo(f"the control partition is not shortened: {problem}", err=True)
     if json:
-        record = {"dry_run": dry_run, "upto": str(synced.upto.id), "markers": [str(each) for each in done.trim.markers]}
+        record = {"dry_run": dry_run, "upto": synced.upto.id, "markers": done.trim.markers}
         seen = {"checked": synced.markers, "segments": synced.segments, "segment_bytes": synced.segment_bytes}
         seen["read_bytes"] = num_bytes
         control = {
@@ -94,7 +93,7 @@ def trim_job(
             "control_base": shortened.base if shortened is not None else None,
             "control_problem": problem.headline if problem is not None else None,
         }
-        print_json({"uri": options.uri, "store": objects.url, **record, **seen, "freed": asdict(done.freed), **control})
+        print_json({"uri": options.uri, "store": objects.url, **record, **seen, "freed": done.freed, **control})
         return
     new = (
         f"{size(num_bytes)} read whole, because the log is about to lose their rows" if num_bytes else "none of it new"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import check_named_store, print_json, progress_bar
+from torchrec_stream_ckpt.cli.common import as_json, check_named_store, print_json, progress_bar
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
 from torchrec_stream_ckpt.find.survey import Survey
@@ -195,13 +195,9 @@ def _unproved(block: UnprovedBlock) -> dict[str, str | None]:
 
 
 def _read(result: Verified) -> dict[str, Any]:
-    reach = str(result.reach) if result.reach is not None else None
     unproved = [str(block) for block in result.unproved.blocks] if result.unproved is not None else []
-    return asdict(replace(result, unproved=None)) | {
-        "marker": str(result.marker),
-        "reach": reach,
-        "unproved": unproved,
-    }
+    found: dict[str, Any] = as_json(replace(result, unproved=None))
+    return found | {"unproved": unproved}
 
 
 def _place(error: CorruptionError) -> dict[str, str]:

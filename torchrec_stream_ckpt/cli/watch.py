@@ -6,7 +6,7 @@ import contextlib
 import json as json_
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Annotated, Any, TypeVar
 
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from torchrec_stream_ckpt.cli.common import console, print_json
+from torchrec_stream_ckpt.cli.common import as_json, console, print_json
 from torchrec_stream_ckpt.cli.options import DAY_S, JobOptions, Json, asked_width
 from torchrec_stream_ckpt.cli.watching import line, view
 from torchrec_stream_ckpt.errors import (
@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.errors import (
     printable,
 )
 from torchrec_stream_ckpt.extras.reporting.follower_status import follower_status
-from torchrec_stream_ckpt.extras.reporting.job_status import Alert, Look, MarkerRow, look, standing_record, strays_of
+from torchrec_stream_ckpt.extras.reporting.job_status import Alert, Look, look, strays_of
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.inner import Holdings, Job, ProofStatus
@@ -310,15 +310,5 @@ class Lines:
 
 def record(uri: str, seen: Look) -> dict[str, Any]:
     """Return a look as a record for programs. Names are stable."""
-    compared = seen.compared
-    return {
-        "uri": uri,
-        **asdict(seen),
-        "compared": standing_record(compared) if compared is not None else None,
-        "newest": _marker(seen.newest) if seen.newest is not None else None,
-        "recent": [_marker(row) for row in seen.recent],
-    }
-
-
-def _marker(row: MarkerRow) -> dict[str, Any]:
-    return {**asdict(row), "marker": str(row.marker)}
+    found: dict[str, Any] = as_json(seen)
+    return {"uri": uri, **found}

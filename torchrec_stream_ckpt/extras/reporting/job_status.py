@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.extras.reporting.follower_status import FollowerStatus
 from torchrec_stream_ckpt.format.control import Commit
@@ -28,12 +27,6 @@ def compared_in_words(standing: ProofStatus, now_s: float) -> str:
         return f"{standing.differing} {'block differs' if standing.differing == 1 else 'blocks differ'}, found at {at}"
     share = "all" if standing.share >= 1 else f"{100 * standing.share:.0f}%"
     return f"{share}, the oldest {duration(max(0.0, now_s - standing.oldest_s))} ago"
-
-
-def standing_record(standing: ProofStatus) -> dict[str, Any]:
-    """Return the comparison with proofs as a record for programs. Names are stable."""
-    at = [str(marker) for marker in standing.differing_at]
-    return asdict(standing) | {"marker": str(standing.marker), "oldest": str(standing.oldest), "differing_at": at}
 
 
 RECENT = 12
