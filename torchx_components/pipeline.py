@@ -45,7 +45,8 @@ def stream_ckpt(
     Args:
         recipe_args: more flags of the recipe, such as --marker_every 50; --stream_ckpt and --store are derived
             from --uri and --store
-        uri: the log, file://DIR or kafka://HOST:PORT,.../JOB; a file:// log must be a folder that all roles can access
+        uri: the log, file://DIR, kafka://HOST:PORT,.../JOB or s3://BUCKET/PREFIX; a file:// log must be a folder that
+            all roles can access
         store: the store, file://DIR or s3://BUCKET/PREFIX
         script: the recipe, a path in the image (local_cwd and Slurm: on the machine); by default the train_dlrm that is
             installed with torchrec_stream_ckpt

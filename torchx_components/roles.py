@@ -80,8 +80,8 @@ def check_flags(recipe_args: Sequence[str], ranks: int) -> None:
 
 
 def check_uri(uri: str, flag: str) -> None:
-    if not re.match(r"file://.|kafka://[^/]+/.", uri):
-        refuse(f"{flag} must be file://DIR or kafka://HOST:PORT,.../JOB, got {uri}")
+    if not re.match(r"file://.|(kafka|s3|gs|az|abfs)://[^/]+/.", uri):
+        refuse(f"{flag} must be file://DIR, kafka://HOST:PORT,.../JOB or s3://BUCKET/PREFIX (gs, az), got {uri}")
 
 
 def check_rendezvous(conf: str) -> None:

@@ -33,7 +33,7 @@ def materialize(
 
     Args:
         materialize_args: more flags of stream-ckpt materialize, such as --compact span4 --metrics-port 9500
-        uri: the log, file://DIR or kafka://HOST:PORT,.../JOB
+        uri: the log, file://DIR, kafka://HOST:PORT,.../JOB or s3://BUCKET/PREFIX
         store: the store, file://DIR or s3://BUCKET/PREFIX
         image: container image that holds torchrec_stream_ckpt; it needs no torch. local_cwd and Slurm use none
         name: name of the job

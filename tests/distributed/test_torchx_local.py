@@ -13,6 +13,11 @@ import pytest
 
 from tests.golden.make_torchx import SERVICE, TRAIN
 from tests.launched import ROOT, Launched, launcher_env, signal_to
+from tests.parts import open_log
+from tests.s3.faults import FaultyProxy
+from tests.s3.server import S3Server
+from tests.s3.sts import TokenService
+from torchrec_stream_ckpt.inner import Control
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
@@ -26,6 +31,11 @@ def launch(folder: Path, number: int, j: str) -> Launched:
     return Launched(
         [*command, "--stream_ckpt", f"file://{folder / 'ckpt'}"], folder / f"launch-{number}.log", {"HOME": str(folder)}
     )
+
+
+def launch_in_bucket(folder: Path, number: int, j: str, uri: str) -> Launched:
+    command = ["torchx.cli.main", "run", "-s", "local_cwd", TRAIN, "-j", j, "--", *RECIPE, "--stream_ckpt", uri]
+    return Launched(command, folder / f"launch-{number}.log", {"HOME": str(folder)})
 
 
 def launch_service(folder: Path) -> Launched:
@@ -70,3 +80,39 @@ def test_ranks_that_were_killed_are_launched_again_as_three_and_the_materializer
     # A marker that is due while one is in flight is cut a step or more later.
     assert after[0]["step"] >= newest["step"] // 10 * 10 + 10
     assert all(entry["restorable"] for entry in before + after)
+
+
+def test_a_job_in_a_bucket_has_the_role_of_its_pod_and_goes_on_with_more_ranks(
+    s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing but the environment names endpoint and login, as in a cluster."""
+    token, proxy = tmp_path / "token", FaultyProxy(s3_server.port)
+    token.write_text("of this pod")
+    service = TokenService(token, renew_s=1.0)
+    proxy.accept_session = service.sessions.__contains__
+    login = {"AWS_ENDPOINT_URL_S3": proxy.endpoint, "AWS_EC2_METADATA_DISABLED": "true"}
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (login | service.environment(token)).items():
+        monkeypatch.setenv(name, value)
+    uri = f"s3://{s3_server.bucket}/{tmp_path.name}/job"
+    try:
+        with launch_in_bucket(tmp_path, 1, "1x1", uri) as job:
+            job.wait_for(r"marker 1:2 committed", 240)
+            (rank,) = job.ranks()
+            signal_to(rank, signal.SIGKILL)
+            assert job.process.wait(180) != 0
+        log = open_log(uri)
+        newest = Control(log).refresh().newest
+        assert newest is not None
+        with launch_in_bucket(tmp_path, 2, "1x2", uri) as job:
+            job.wait_for(rf"restored marker {newest.id} ", 240)
+            job.wait_for(r"marker 2:\d+ committed", 240)
+            assert len(job.ranks()) == 2
+        lineage = Control(log).refresh()
+        assert (lineage.claims[2].parent, lineage.claims[2].world) == (newest.id, 2)
+        log.close()
+    finally:
+        proxy.close()
+        service.close()
+    assert len(service.sessions) > 3  # each process of the job asks for its own

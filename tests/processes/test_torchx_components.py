@@ -43,11 +43,21 @@ def test_a_log_in_kafka_without_a_store_is_refused(args: tuple[str, ...]) -> Non
     assert dlrm(*args, "--store=s3://ckpt/ads").roles[0].name == "trainer"
 
 
-@pytest.mark.parametrize("uri", ["ckpt", "/ckpt", "file://", "kafka://k1:9092", "kafka:///ads", "http://k1/ads"])
+@pytest.mark.parametrize(
+    "uri", ["ckpt", "/ckpt", "file://", "kafka://k1:9092", "kafka:///ads", "http://k1/ads", "s3://ads"]
+)
 def test_a_log_of_another_form_is_refused_with_the_form(uri: str) -> None:
     for build in (lambda: dlrm("--stream_ckpt", uri), lambda: stream_ckpt(uri=uri, store="file:///store")):
-        with pytest.raises(ComponentValidationException, match=r"must be file://DIR or kafka://HOST:PORT"):
+        with pytest.raises(
+            ComponentValidationException, match=r"must be file://DIR, kafka://HOST:PORT,.../JOB or s3://BUCKET/PREFIX"
+        ):
             build()
+
+
+@pytest.mark.parametrize("uri", ["s3://bucket/ads/job", "gs://bucket/ads", "az://container/ads"])
+def test_a_log_in_a_bucket_needs_no_store(uri: str) -> None:
+    assert dlrm("--stream_ckpt", uri).roles[0].name == "trainer"
+    assert [role.name for role in stream_ckpt(uri=uri, store=uri).roles] == ["trainer", "materializer"]
 
 
 def test_every_log_of_a_tee_is_checked() -> None:
