@@ -70,6 +70,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     buckets.late_puts,
     buckets.two_trainers_at_one_instant,
     buckets.objects_tampered_with,
+    buckets.kills_in_one_bucket,
     power.power_loss,
     partitions.of_brokers,
     partitions.of_trainers,

@@ -1,7 +1,8 @@
-"""Faults of a bucket: puts that arrive late, listings that lag, two trainers, objects that somebody changed."""
+"""Faults of a bucket: late puts, listings that lag, two trainers, changed objects, kills of the materializer."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -9,13 +10,18 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
+from tests.faults import materializer
 from tests.faults.subject import Form, Subject, bucket_job, opened, shorten_twice
 from tests.faults.surgery import Case, harm_dense, restore_cases, two_generations
 from tests.faults.survivors import said_by, stopped
 from tests.model import PLAN_1, PLAN_2
 from tests.s3.faults import FaultyProxy, Held
+from tests.synthetic import Job
+from torchrec_stream_ckpt.log.bucket import writer
 from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.util.types import MarkerId
 
 ALONE = (1, PLAN_1)
@@ -223,3 +229,37 @@ def _lose_last(copy: Path, record: Path) -> None:
 
 def _leftover(rows: Path) -> Path:
     return rows.with_name(f"{int(rows.name) + 64:020d}")
+
+
+# The materializer.
+
+POINTS = (
+    "fold.segment",
+    "fold.segment_put",
+    "fold.manifest",
+    "fold.manifest_put",
+    "materialize.manifest",
+    "materialize.manifest_put",
+    "store.upload",
+    "store.uploaded",
+)
+"""Those that a job without dense state passes in a bucket."""
+KILLS = ["", "store.uploaded", "materialize.manifest_put"]
+
+
+def kills_in_one_bucket(form: Form) -> None:
+    """SIGKILL of the materializer, with the log and the store under one prefix of a bucket."""
+    draw = form.draw("materializer in a bucket")
+    kills = [*itertools.chain(*([name] * 4 for name in ("", *POINTS)))] if form.full else KILLS
+    if form.full:
+        draw.shuffle(kills)
+    subject, folder = bucket_job(form, "materialized"), form.folder("materializer")
+    uri, options = str(subject.settings.uri), subject.settings.store_options
+    given = folder / "options"
+    given.write_text("".join(f"{name}={value}\n" for name, value in options.items()))
+    # The log of this job has no MARK that ends an object: each piece of rows would wait for more.
+    with opened(subject.settings) as log, patch.object(writer, "LINGER_S", 0.01):
+        job, objects = Job(folder, seed=form.seed, log=log), open_store(uri, options)
+        where = (uri, "--store", uri, "--store-options", str(given))
+        materializer.torment(form, draw, kills, folder, job, objects, where, ", bucket")
+        objects.close()

@@ -20,8 +20,8 @@ from tests.forks import context
 from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
+from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain.engine import api
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -46,6 +46,8 @@ POINTS = (
     "store.renamed",
 )
 """Those that a job without dense state passes on a store in a folder."""
+OF_LOG = ("LOG", "partitions/", "generations/", "data/", "control/", "packs/", "base/")
+"""Objects of a log in the same bucket."""
 PATIENCE_S = 60.0
 _MARKERS_A_KILL = 2
 KILLS_A_LOG = 40
@@ -82,26 +84,31 @@ def start(
     return process
 
 
+def in_folder(folder: Path) -> Sequence[str]:
+    """Arguments that name a log and a store in a folder."""
+    return f"file://{folder / 'log'}", "--store", str(folder / "store")
+
+
 class Beside:
     """``gc`` and ``scrub`` of one store, each in a process of its own while a materializer runs and is killed.
 
     Args:
-        folder: Of the log and the store.
+        folder: For what they say.
         row: Takes what they say of damage.
+        where: Arguments that name the log and the store; by default both are in the folder.
     """
 
-    def __init__(self, folder: Path, row: Row) -> None:
-        self._folder, self._row = folder, row
+    def __init__(self, folder: Path, row: Row, where: Sequence[str] = ()) -> None:
+        self._folder, self._row, self._where = folder, row, where or in_folder(folder)
         self.running: dict[str, BaseProcess] = {}
         self.runs = 0
 
     def start(self, newest: int, fuse: str = "") -> None:
         """Begin; gc keeps so many of the newest markers, and every third of the others. ``fuse`` is for gc."""
-        where = (f"file://{self._folder / 'log'}", "--store", str(self._folder / "store"))
         kept = ("--newest", str(newest), "--then-every", "3", "--compact", "--grace", "1s")
         for verb, more, armed in (("gc", kept, fuse), ("scrub", (), "")):
             (self._folder / verb).unlink(missing_ok=True)
-            arguments = ((verb, *where, *more), self._folder / verb, armed)
+            arguments = ((verb, *self._where, *more), self._folder / verb, armed)
             self.running[verb] = context.Process(target=serve, args=arguments, daemon=True)
             self.running[verb].start()
 
@@ -137,22 +144,42 @@ def kills_of_the_materializer(form: Form) -> None:
     draw, kills = form.draw("materializer"), kills_of(form)
     runs = given_up = 0
     for begin in range(0, len(kills), KILLS_A_LOG):
-        more = _torment(form, draw, kills[begin : begin + KILLS_A_LOG], form.seed + begin)
+        folder = form.folder("materializer")
+        job, objects = Job(folder / "log", seed=form.seed + begin), open_store(str(folder / "store"))
+        more = torment(form, draw, kills[begin : begin + KILLS_A_LOG], folder, job, objects, in_folder(folder))
         runs, given_up = runs + more[0], given_up + more[1]
     row = form.board.row("SIGKILL of the materializer at a random moment")
     row.remark = f"{runs} runs of gc and scrub beside it, {given_up} markers given up after they were compared"
 
 
-def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -> tuple[int, int]:
-    """One log and its store; returns (runs of gc and scrub, markers that gc gave up)."""
-    folder = form.folder("materializer")
-    job, objects = Job(folder / "log", seed=seed), open_store(str(folder / "store"))
-    arguments = [f"file://{folder / 'log'}", "--store", str(folder / "store"), "--poll-s", "0.01", "--json"]
+def torment(
+    form: Form,
+    draw: random.Random,
+    kills: Sequence[str],
+    folder: Path,
+    job: Job,
+    objects: Objects,
+    where: Sequence[str],
+    kind: str = "",
+) -> tuple[int, int]:
+    """One log and its store; returns (runs of gc and scrub, markers that gc gave up).
+
+    Args:
+        form: How much is to be done.
+        draw: Of all choices.
+        kills: Points, and random moments as empty names.
+        folder: For what processes say.
+        job: Grows the log.
+        objects: The store.
+        where: Arguments that name both.
+        kind: Of the log, at the end of the names of rows.
+    """
+    arguments = [*where, "--poll-s", "0.01", "--json"]
     arguments += ["--rebase", "0.5", "--compact", "span16", "--scrub-bytes-per-s", "100MB"]
-    last = form.board.row("SIGKILL of the materializer at a random moment")
-    beside, seen, compared = Beside(folder, last), set[str](), set[MarkerId]()
+    last = form.board.row(f"SIGKILL of the materializer at a random moment{kind}")
+    beside, seen, compared = Beside(folder, last, where=where), set[str](), set[MarkerId]()
     for number, name in enumerate(kills):
-        row = form.board.row(f"SIGKILL of the materializer {f'at {name}' if name else 'at a random moment'}")
+        row = form.board.row(f"SIGKILL of the materializer {f'at {name}' if name else 'at a random moment'}{kind}")
         row.injected += 1
         report, output = folder / "fired", folder / "output"
         for each in (report, output):
@@ -169,12 +196,12 @@ def _torment(form: Form, draw: random.Random, kills: Sequence[str], seed: int) -
             beside.join()
         check_listed_objects(row, objects, seen)
         if form.full or number % (_ALONE + 1) == _ALONE - 1:  # before the next gc
-            compare_all(row, folder / "log", objects, compared)
+            compare_all(row, job.log, objects, compared)
     process = start([*arguments[:-2], "--once"], folder / "last")
     process.join(PATIENCE_S)
     if process.exitcode:
         last.err((folder / "last").read_text())
-    compare_all(last, folder / "log", objects, compared, ended=True)
+    compare_all(last, job.log, objects, compared, ended=True)
     return beside.runs, len(Catalog.load(objects, Control(job.log).refresh().job).dropped)
 
 
@@ -233,7 +260,7 @@ def grow(job: Job, draw: random.Random) -> None:
 
 def check_listed_objects(row: Row, objects: Objects, seen: set[str]) -> None:
     """Whatever a listing shows is whole; what was seen before is not looked at again."""
-    fresh = [entry for entry in objects.list("") if entry.name not in seen]
+    fresh = [entry for entry in objects.list("") if entry.name not in seen and not entry.name.startswith(OF_LOG)]
     seen |= {entry.name for entry in fresh}
     for entry in fresh:
         data = objects.read(entry.name)
@@ -245,17 +272,16 @@ def check_listed_objects(row: Row, objects: Objects, seen: set[str]) -> None:
             row.err(f"{entry.name} is empty")
 
 
-def compare_all(row: Row, log_folder: Path, objects: Objects, compared: set[MarkerId], *, ended: bool = False) -> None:
+def compare_all(row: Row, log: Log, objects: Objects, compared: set[MarkerId], *, ended: bool = False) -> None:
     """Each committed marker that is in the store, from the store alone, against the definition.
 
     Args:
         row: Takes what came of it.
-        log_folder: The log's.
+        log: The log.
         objects: The store.
         compared: Markers that were compared already; those that are compared now are added.
         ended: Whether all of them must have been by now; those that the store offers are compared once more.
     """
-    log = FileLog(log_folder)
     lineage = Control(log).refresh()
     catalog = Catalog.load(objects, lineage.job)
     offered = catalog.markers - catalog.dropped

@@ -66,6 +66,7 @@ ON_BUCKET: list[Scenario] = [
     buckets.late_puts,
     buckets.two_trainers_at_one_instant,
     buckets.objects_tampered_with,
+    buckets.kills_in_one_bucket,
 ]
 LIKE_NO_OTHER = (kills.kills_on_kafka, survivors.zombies_on_kafka, topics.topics_tampered_with)
 """The others do on Kafka what is done on files."""
