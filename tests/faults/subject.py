@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.log.api import Log, open_log, options_for
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.verify.verify import verify_marker
+from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
 PATIENCE_S = 300.0
@@ -177,13 +177,19 @@ class Subject:
             if marker not in after.commits:
                 row.lose(f"{marker} was committed and is not in the log any more")
         dense = open_dense(self.settings.store_url, self.settings.store_options)
+        new = [commit for marker, commit in after.commits.items() if marker not in before.commits]
         with opened(self.settings) as log:
-            for marker in after.commits.keys() - before.commits.keys():
-                self.reported.setdefault(marker, row)
+            reader = Verifier(log, after)
+            reader.read(new)  # each byte once for all of them
+            for commit in new:
+                self.reported.setdefault(commit.id, row)
+                errors: tuple[StreamCkptError, ...]
                 try:
-                    verify_marker(log, after, dense, marker)
+                    errors = reader.verdict(commit, dense).damage
                 except StreamCkptError as error:
-                    row.lose(f"{marker}: {error}")
+                    errors = (error,)
+                for each in errors:
+                    row.lose(f"{commit.id}: {each}")
 
     def _examine_restored(self, row: Row, incarnation: Incarnation) -> None:
         """The newest marker that was committed before it, bit for bit."""
