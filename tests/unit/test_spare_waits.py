@@ -57,12 +57,16 @@ class _Control:
             raise FencedError("another one was first")
 
 
-def spare(control: _Control, load: Callable[[], Any]) -> Standby:
+def spare(
+    control: _Control, load: Callable[[], Any], advance: Callable[[Any, Any], int] = lambda held, route: 0
+) -> Standby:
     log = SimpleNamespace(incarnation=lambda: SimpleNamespace(id="log-1"), ends=lambda generation, partitions: {0: 1})
     team = SimpleNamespace(rank=0, on_rank0=lambda action: action(), together=lambda action: action())
     takeover = Takeover(after_s=0.05, poll_s=0.01)
     claims = SimpleNamespace(after=None, nonce="that of the next claim")
-    return Standby(team, log, control, load, lambda held, route: 0, takeover, claims, "file:///job")  # type: ignore[arg-type]
+    tier = SimpleNamespace(log=log, control=control, uri="file:///job")
+    session = SimpleNamespace(newest_rows=load, advance=advance)
+    return Standby(team, tier, session, takeover, claims)  # type: ignore[arg-type]
 
 
 def loaded(control: _Control) -> Callable[[], Any]:
@@ -118,8 +122,7 @@ def test_rows_of_an_advance_that_broke_off_do_not_stay_when_the_trainer_goes_on_
         return route
 
     monkeypatch.setattr("torchrec_stream_ckpt.job.standby.locate", locating)
-    waiting = spare(control, load)
-    waiting.advance = advance
+    waiting = spare(control, load, advance)
     waiting.follow()
     for marker in (2, 4):
         silent = True

@@ -22,16 +22,15 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
     TrimmedError,
 )
+from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.find.route import Route, Shards, locate
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.end_note import Outcome
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.restore.model_change import refuse_changed
 from torchrec_stream_ckpt.restore.plan import RestorePlan
-from torchrec_stream_ckpt.restore.session import Attempt
+from torchrec_stream_ckpt.restore.session import Attempt, Session
 from torchrec_stream_ckpt.save.claims import Claims
 from torchrec_stream_ckpt.save.generation import check_newest, fence_of
 from torchrec_stream_ckpt.util.config import Takeover
@@ -75,36 +74,26 @@ class Standby:
 
     Args:
         team: All ranks of the spare.
-        log_: The job's log.
-        control: Its control partition; used on rank 0 only.
-        load: (all ranks) Writes all rows of the newest marker into the live tables; returns None if no marker is
-            committed.
-        advance: (each rank) Writes the rows committed after the marker that the attempt's tables hold; returns their
-            number.
+        tier: The job's log; its control partition is used on rank 0 only.
+        session: Writes rows into the live tables: all of the newest marker, or those committed after the marker that
+            they hold.
         takeover: Settings for when to take over.
         claims: Claims the generation of the takeover; used on rank 0 only.
-        uri: URI of the log, for messages.
     """
 
     def __init__(
         self,
         team: Team,
-        log_: Log,
-        control: Control,
-        load: Callable[[], Attempt | None],
-        advance: Callable[[Attempt, Route], int],
+        tier: Tier,
+        session: Session,
         takeover: Takeover,
         claims: Claims,
-        uri: str,
     ) -> None:
         self._team = team
-        self._log = log_
-        self._control = control
-        self._load = load
-        self.advance = advance
+        self._tier = tier
+        self._session = session
         self._takeover = takeover
         self._claims = claims
-        self._uri = uri
         self.pulse = _Pulse(takeover.after_s)
         self._known: Shards = {}
         self._at: MarkerId | None = None
@@ -175,14 +164,14 @@ class Standby:
         return _Order(f"no sign of life for {takeover.after_s:g} s" if silent else "", newest)
 
     def _refresh(self) -> Lineage:
-        return self._control.refresh() if self._log.incarnation() is not None else Lineage()
+        return self._tier.control.refresh() if self._tier.log.incarnation() is not None else Lineage()
 
     def _signs(self, lineage: Lineage) -> object:
         """Return a value that changes while a trainer is alive."""
         if not lineage.claims:
             return None
         claim = lineage.claims[lineage.newest_generation]
-        ends = self._log.ends(claim.generation, range(claim.partitions))
+        ends = self._tier.log.ends(claim.generation, range(claim.partitions))
         newest, ended = lineage.newest.id if lineage.newest else None, lineage.ended is not None
         return claim.nonce, newest, ended, tuple(sorted(ends.items()))
 
@@ -196,8 +185,8 @@ class Standby:
         if self._at is None and lineage.claims:
             self._claims.check_schema()  # no marker was committed that would show more of the trainer's model
         if lineage.claims and lineage.claims[lineage.newest_generation].world:
-            self._claim = self._claim or fence_of(lineage, self._uri)
-            self._control.claim(self._claim)
+            self._claim = self._claim or fence_of(lineage, self._tier.uri)
+            self._tier.control.claim(self._claim)
             lineage = self._refresh()
             check_newest(lineage, {self._claim.nonce})
         if lineage.claims:
@@ -251,7 +240,7 @@ class Standby:
             elif route.commit.id != self._at:
                 assert self.held is not None
                 self.touched, self._towards = True, route.commit.id
-                self.rows += self._team.together(partial(self.advance, self.held, route))
+                self.rows += self._team.together(partial(self._session.advance, self.held, route))
                 self._at, self._towards = route.commit.id, None
         except (CorruptionError, TrimmedError) as error:
             if self._team.rank == 0:
@@ -267,15 +256,15 @@ class Standby:
             return None
         refuse_changed(lineage, newest.id.generation, self._at)
         route = locate(lineage, newest.id, since=self._at)
-        route.check(self._log)
-        route = route.complete(self._log, self._known)
+        route.check(self._tier.log)
+        route = route.complete(self._tier.log, self._known)
         self._known = {**self._known, **route.shards}
         return route
 
     def _load_all(self) -> None:
         """(all ranks) Load all rows of the newest marker."""
         before, self.touched, self._at = self.touched, True, None
-        loaded = self._load()
+        loaded = self._session.newest_rows()
         if loaded is None:
             self.touched = before
             return

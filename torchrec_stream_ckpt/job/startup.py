@@ -161,8 +161,7 @@ class Restoring:
                 hint="name only the outer log; the job then continues without a tee",
             )
         tier, session = self._tier, self._session
-        load, advance = session.newest_rows, session.advance
-        spare = Standby(self._team, tier.log, tier.control, load, advance, takeover, self._streaming.claims, tier.uri)
+        spare = Standby(self._team, tier, session, takeover, self._streaming.claims)
         with self._noting(lambda: spare.touched):
             marker = spare.wait()
         if marker is None:
