@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import ranks
+from tests import ranks, warm
 from tests.inside import inside
 from tests.jobs import attach, settle
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Trainer, differences, trainer, truth
@@ -47,7 +47,7 @@ def _by_seconds(uri: str) -> list[int]:
 
 
 def test_markers_by_seconds_are_cut_at_one_step_on_all_ranks(tmp_path: Path) -> None:
-    steps = ranks.run(2, _by_seconds, f"file://{tmp_path}")
+    steps = warm.run(2, _by_seconds, f"file://{tmp_path}")
     assert steps[0] == steps[1]
     assert len(steps[0]) >= 3
     assert steps[0][-1] == 36
@@ -82,7 +82,7 @@ def _by_overhead(uri: str) -> tuple[list[int], list[int], list[str]]:
 
 
 def test_markers_by_overhead_are_cut_where_all_ranks_can_afford_them(tmp_path: Path) -> None:
-    found = ranks.run(2, _by_overhead, f"file://{tmp_path}")
+    found = warm.run(2, _by_overhead, f"file://{tmp_path}")
     assert found[0] == found[1]
     before, after, wrong = found[0]
     assert before == []
@@ -125,7 +125,7 @@ def test_futures_resolve_on_every_rank_and_a_boundary_at_which_nothing_has_chang
     tmp_path: Path,
 ) -> None:
     expected = [(1, number, 0) for number in (1, 1, 2, 3, 4, 4, 5, 6, 7)] + [(1, 8, 3)]
-    assert ranks.run(2, _explicit, f"file://{tmp_path}") == [expected, expected]
+    assert warm.run(2, _explicit, f"file://{tmp_path}") == [expected, expected]
     lineage = _lineage(f"file://{tmp_path}")
     assert [(m.generation, m.marker, c.step) for m, c in lineage.commits.items()] == list(dict.fromkeys(expected))
 
@@ -149,7 +149,7 @@ def _sweeping(uri: str) -> int:
 
 
 def test_the_first_marker_waits_for_the_sweep_and_no_step_does(tmp_path: Path) -> None:
-    assert ranks.run(2, _sweeping, f"file://{tmp_path}")[0] > 5
+    assert warm.run(2, _sweeping, f"file://{tmp_path}")[0] > 5
 
 
 def _more_than_the_ring(uri: str) -> int:
@@ -216,7 +216,7 @@ def test_a_marker_without_room_is_given_up_by_all_and_the_next_one_holds_its_row
         assert marker == 3
     assert [marker.marker for marker in _lineage(uri).commits] == [1, 3]
     assert not list(tmp_path.glob("dense/*/*m00000002"))
-    assert differences(torch.load(tmp_path / "truth.pt"), ranks.run(3, _restore, uri)[0]) == []
+    assert differences(torch.load(tmp_path / "truth.pt"), warm.run(3, _restore, uri)[0]) == []
 
 
 def _steps(job: Trainer, checkpointer: StreamCheckpointer, count: int) -> None:
@@ -366,8 +366,8 @@ def _base_goes(uri: str) -> list[str]:
 
 def test_a_marker_whose_base_somebody_took_away_is_not_committed(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    assert ranks.run(2, _base_goes, uri) == [["1:1", "1:2"], ["1:1", "1:2"]]
-    for marker, refused in ranks.run(2, _base_goes, uri):
+    assert warm.run(2, _base_goes, uri) == [["1:1", "1:2"], ["1:1", "1:2"]]
+    for marker, refused in warm.run(2, _base_goes, uri):
         assert marker == "2:3"
         assert "no segment with bytes 0 to " in refused
     assert [str(marker) for marker in _lineage(uri).commits] == ["1:1", "1:2", "2:3"]
@@ -393,7 +393,7 @@ def _bad_calls(uri: str) -> dict[str, str]:
 
 
 def test_bad_calls_say_what_to_do(tmp_path: Path) -> None:
-    said = ranks.run(2, _bad_calls, f"file://{tmp_path}")[0]
+    said = warm.run(2, _bad_calls, f"file://{tmp_path}")[0]
     assert "GENERATION:MARKER" in said["no marker"]
     assert "there is no log" in said["not there"]
     assert "before the first step()" in said["too late"]
@@ -416,9 +416,9 @@ def _first_call(uri: str, call: str, **more: Any) -> str:
 
 def test_a_run_that_forgets_restore_on_a_log_with_markers_is_refused_unless_it_says_fresh(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
-    assert ranks.run(2, _first_call, uri, "step") == ["1:1", "1:1"]
+    assert warm.run(2, _first_call, uri, "step") == ["1:1", "1:1"]
     for call in ("step", "mark"):
-        for said in ranks.run(2, _first_call, uri, call):
+        for said in warm.run(2, _first_call, uri, call):
             assert "the log has markers, up to 1:1, but this run has not restored one" in said
             assert "call `checkpointer.restore()` before the first step()" in said
             assert "StreamConfig(..., fresh=True)" in said
@@ -441,7 +441,7 @@ def _fresh_restore(uri: str) -> list[str]:
 def test_fresh_restores_nothing_and_refuses_a_named_marker(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     ranks.run(1, _first_call_alone, uri)
-    for said in ranks.run(2, _fresh_restore, uri):
+    for said in warm.run(2, _fresh_restore, uri):
         assert said == ["fresh=True starts from scratch, but restore() was given marker 1:1", "None"]
 
 

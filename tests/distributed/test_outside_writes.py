@@ -15,7 +15,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
-from tests import ranks
+from tests import ranks, warm
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, Spec, Trainer, differences, trainer, truth
@@ -189,7 +189,7 @@ def _changed_tables(before: State, after: State) -> set[str]:
 def test_a_load_is_captured(name: str, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     done = ranks.run(2, _load, uri, name)
-    for (before, after), state in zip(done, ranks.run(2, _restore, uri), strict=True):
+    for (before, after), state in zip(done, warm.run(2, _restore, uri), strict=True):
         assert _changed_tables(before, after)
         assert differences(after, state) == []
 
@@ -213,7 +213,7 @@ def _in_place(uri: str) -> tuple[State, State]:
 def test_writes_in_place_are_captured_once_they_are_said(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     done = ranks.run(2, _in_place, uri)
-    for (before, after), state in zip(done, ranks.run(2, _restore, uri), strict=True):
+    for (before, after), state in zip(done, warm.run(2, _restore, uri), strict=True):
         assert len(_changed_tables(before, after)) == 4
         assert differences(after, state) == []
 
@@ -322,7 +322,7 @@ def _second_checkpointer(uri: str) -> tuple[str, State]:
 def test_a_second_checkpointer_on_the_same_tables_is_refused_by_name(tmp_path: Path) -> None:
     uri = f"file://{tmp_path / 'job'}"
     done = ranks.run(2, _second_checkpointer, uri)
-    for (said, expected), state in zip(done, ranks.run(2, _restore, uri), strict=True):
+    for (said, expected), state in zip(done, warm.run(2, _restore, uri), strict=True):
         assert "another StreamCheckpointer already captures these tables" in said
         assert "ebc.t_" in said
         assert differences(expected, state) == []
@@ -350,7 +350,7 @@ def test_kernels_that_were_replaced_are_refused_at_the_next_boundary_and_from_th
     for said in ranks.run(2, _replaced, uri):
         assert all("its kernels were replaced without dmp.reshard()" in each for each in said)
         assert all("module=ebc" in each for each in said)
-    assert all(state["step"] == 2 for state in ranks.run(2, _restore, uri, WHOLE_TABLES))
+    assert all(state["step"] == 2 for state in warm.run(2, _restore, uri, WHOLE_TABLES))
 
 
 def _another_model(uri: str) -> str:
