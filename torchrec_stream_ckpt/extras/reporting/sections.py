@@ -138,7 +138,8 @@ def over_time(intervals: Sequence[Traffic]) -> str:
         ("seconds", 1.0),
     )
     lines = by_generation(
-        (each.commit.generation, (each.commit.time_s - first) / length, float(each.commit.step)) for each in intervals
+        (each.commit.generation, min(each.commit.time_s - first, span_s) / length, float(each.commit.step))
+        for each in intervals
     )
     said = f"{len(intervals)} markers of {len(lines)} generations, up to step {intervals[-1].commit.step}"
     names = [(generation % _OTHERS, f"generation {generation}") for generation in list(lines)[-_OTHERS:]]
