@@ -75,7 +75,7 @@ class _Store:
             row.injected += 1
             row.fired += self._kill(row, verb, of_worker)
             check_listed_objects(row, self._objects, seen)
-            compare_all(row, self._folder / "log", self._objects, self._compared)
+            compare_all(row, self._job.log, self._objects, self._compared)
         self._finish(row)
 
     def _finish(self, row: Row) -> None:
@@ -84,7 +84,7 @@ class _Store:
         process.join(PATIENCE_S)
         if process.exitcode != 0:
             row.err(self._output.read_text())
-        compare_all(row, self._folder / "log", self._objects, self._compared, ended=True)
+        compare_all(row, self._job.log, self._objects, self._compared, ended=True)
 
     def _grow(self, markers: int) -> None:
         for _ in range(markers):
