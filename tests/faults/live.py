@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -137,13 +138,11 @@ def restore_each(settings: StreamConfig, truths: Path, markers: list[str], scale
 
 def _restore(job: Trainer, settings: StreamConfig, truths: Path, marker: str) -> str:
     job.step()  # whatever was there before, it is not the marker's state
-    checkpointer = attach(job, settings)
     try:
-        restored = checkpointer.restore(marker or None)
-    except StreamCkptError as error:
+        with closing(attach(job, settings)) as checkpointer:
+            restored = checkpointer.restore(marker or None)
+    except StreamCkptError as error:  # of the attach, too
         return f"{type(error).__name__}: {error}"
-    finally:
-        checkpointer.close()
     if restored is None:
         return "nothing was restored"
     state = truth(job)
