@@ -88,7 +88,7 @@ def votes_of(ranks: int, folder: Path, measure: Measure) -> None:
         generation = Generation(job.log, Control(job.log), claim, publisher, 0, 0, dense, "")
         generation.control.refresh()
         team = _Ranks(ends)
-        state = SimpleNamespace(held=Held(shapes=("a weight",)), saving=None)
+        state = SimpleNamespace(held=Held(shapes=("a weight",)), saving=None, finish_copy=lambda: "")
         coordinator = _Coordinator(generation, cast(DenseState, state), cast(Team, team), _TIMEOUT_S)
         coordinator.end = ends[0]
         measure("votes and COMMIT", lambda: _settle(coordinator, job.marker))

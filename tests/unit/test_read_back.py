@@ -284,7 +284,7 @@ def test_what_goes_later_is_listed_before_anything_long_is_read(history: History
 def test_a_gc_that_fails_while_it_reads_leaves_no_list_of_what_may_be_needed(
     history: History, pool: Executor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its grace period begins once it is proved to be needless."""
+    """A scrub leaves out what is listed."""
     store = Watched(history, pool)
 
     def fail(*args: Any) -> Any:

@@ -249,29 +249,22 @@ def test_what_gc_deletes_meanwhile_is_no_damage(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("manifests/*/*"))) < 8
 
 
-def test_damage_in_what_gc_has_listed_is_named_until_gc_has_deleted_it(tmp_path: Path) -> None:
+def test_damage_in_what_gc_has_listed_is_not_looked_for(tmp_path: Path) -> None:
     history = History(tmp_path)
     history.generation(1, range(1, 5))
     stores.fold(tmp_path, Policy(rebase=1e-9, compact="none"))
-
-    def gc(grace_s: float) -> set[str]:
-        with ThreadPoolExecutor(2) as pool:
-            rules = GcRules(retention=Retention(newest=1), grace_s=grace_s)
-            plan = collect(history.objects, history.lineage, history.lineage.job, rules, pool)
-        return {each.name for each in plan.later if each.name.startswith("segments/")}
-
-    listed = gc(3600.0)
+    with ThreadPoolExecutor(2) as pool:
+        rules = GcRules(retention=Retention(newest=1), grace_s=3600.0)
+        plan = collect(history.objects, history.lineage, history.lineage.job, rules, pool)
+    listed = [each.name for each in plan.later if each.name.startswith(("segments/", "manifests/"))]
     assert listed
     for name in listed:
         harm(tmp_path / name)
     done = invoke(f"file://{tmp_path}", "--json")
-    assert (done.exit_code, {each["name"] for each in json.loads(done.stdout)[0]["damaged"]}) == (1, listed)
-    assert gc(0.0) == set()
-    done = invoke(f"file://{tmp_path}", "--json")
     assert (done.exit_code, json.loads(done.stdout)[0]["damaged"]) == (0, [])
 
 
-def test_what_gc_has_listed_is_read_like_what_stands_in_for_it(tmp_path: Path) -> None:
+def test_what_gc_has_listed_is_read_if_what_stands_in_for_it_is_damaged(tmp_path: Path) -> None:
     """A gc that dies in a long read leaves a list of what it has not proved to be needless."""
     history = History(tmp_path)
     history.generation(1, range(1, 5))

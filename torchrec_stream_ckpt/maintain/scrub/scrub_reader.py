@@ -1,4 +1,4 @@
-"""List the objects of a job, in the order of their names, and read each one piece by piece.
+"""List all objects of a job that may be needed, in the order of their names, and read each one piece by piece.
 
 A *unit* is listed and not divided further: a CLAIM, the record that a marker was given up, a fold or a manifest with
 the segments that it names, or the dense state of a marker.
@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUna
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
+from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import check_chunk, entries_of, parse_front
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
 from torchrec_stream_ckpt.util.layout import (
     DENSE_DIR,
     DROPPED_DIR,
+    GARBAGE_DIR,
     IDENTITY_FILE,
     FoldName,
     SummaryName,
@@ -33,6 +34,7 @@ from torchrec_stream_ckpt.util.layout import (
     dense_file_name,
     dense_name,
     dropped_name,
+    is_garbage_list,
     manifest_name,
     parse_claim_name,
     parse_dropped_name,
@@ -122,13 +124,15 @@ class ScrubReader:
         self._objects = objects
         self.lineage = lineage
         self.catalog = catalog
+        self.heeds_lists = True
+        """True if objects listed by gc count as unneeded."""
         self._parts: tuple[str, dict[str, Part]] = ("", {})
         """Unit that was read last, and the segments or dense files that belong to it, by name."""
 
     # Listing.
 
     def units(self) -> list[str]:
-        """Return the names of all units in order."""
+        """Return the names of all units in order. Omits those that retention has put on a list of garbage."""
         catalog, job = self.catalog, self.catalog.job
         found = {claim_name(job, generation) for generation in {marker.generation for marker in catalog.markers}}
         found |= {dropped_name(job, marker) for marker in self._dropped()}
@@ -136,7 +140,7 @@ class ScrubReader:
         found |= {manifest_name(job, marker) for marker in catalog.markers}
         found |= {dense_name(job, marker) for marker in self._with_dense()}
         found |= {summary.name for summary in list_summaries(self._objects, job)}
-        return sorted(found)
+        return sorted(found - self.listed())
 
     def _dropped(self) -> set[MarkerId]:
         names = (entry.name for entry in self._objects.list(f"{DROPPED_DIR}/{self.catalog.job.hex()}/"))
@@ -153,6 +157,19 @@ class ScrubReader:
         commits, home = self.lineage.commits, "" if self._objects.size(IDENTITY_FILE) is not None else None
         kept = {marker for marker in here & commits.keys() if commits[marker].store in (self._objects.url, home)}
         return set((self.catalog.markers & commits.keys() | kept) - self.catalog.dropped)
+
+    def listed(self) -> set[str]:
+        """Return the names of unneeded objects that gc has listed. Ignores lists that cannot be read."""
+        found: set[str] = set()
+        if not self.heeds_lists:
+            return found
+        for entry in self._objects.list(f"{GARBAGE_DIR}/{self.catalog.job.hex()}/"):
+            if is_garbage_list(entry.name):
+                try:
+                    found |= {*Garbage.from_bytes(self._objects.read(entry.name), entry.name).names}
+                except CorruptionError:
+                    continue
+        return found
 
     def names_of(self, unit: str) -> Sequence[str]:
         """Return the objects of a unit, first the one that names the others. Only that one if it cannot be read."""
@@ -173,7 +190,9 @@ class ScrubReader:
         return dense_file_name(commit.job, commit.id, commit.dense_list.file.name) if commit.dense_list else unit
 
     def is_needless(self, name: str) -> bool:
-        """Return whether an object found damaged is not needed, because gc has deleted it."""
+        """Return whether an object found damaged is not needed: gc will delete it, or has already done so."""
+        if name in self.listed():
+            return True
         if self._objects.size(name) is not None:
             return False
         found = parse_marker_object(name)

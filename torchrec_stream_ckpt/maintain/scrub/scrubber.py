@@ -40,9 +40,11 @@ from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import (
+    MANIFESTS_DIR,
     SCRUB_DIR,
     dropped_name,
     manifest_name,
+    parse_marker_object,
     parse_scrub_place,
     scrub_place_name,
 )
@@ -271,8 +273,19 @@ class Scrubber:
             if name not in self._failed:
                 yield from self._one(reader, name)
         first = self.place.unit
-        yield from self._units(reader, [unit for unit in reader.units() if unit >= first])
+        for stretch in self._stretches(reader):
+            yield from self._units(reader, [unit for unit in stretch if unit >= first])
         self._end()
+
+    def _stretches(self, reader: ScrubReader) -> Iterator[list[str]]:
+        """Yield all units. Omits objects listed by gc only while the folds that replace them are whole."""
+        units = reader.units()
+        yield [unit for unit in units if unit < MANIFESTS_DIR]
+        failed = (parse_marker_object(name) for name in self._failed)
+        if any(found is not None and found.fold is not None for found in failed):
+            reader.heeds_lists = False  # they may be of a gc that died before it had read the folds
+            units = reader.units()
+        yield [unit for unit in units if unit >= MANIFESTS_DIR]
 
     def _units(self, reader: ScrubReader, units: Sequence[str]) -> Iterator[int]:
         """Read the rest of units: segments and dense files on threads if there are any, other objects here.
