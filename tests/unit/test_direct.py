@@ -65,14 +65,17 @@ def inside_a_block(calls: list[int]) -> Callable[..., int]:
 
 
 def failing(number: int, calls: list[int], blocks: int = 9) -> Callable[..., int]:
-    """Fail every third call after some of its blocks, or refuse all of them."""
-    real = os.pwritev
+    """Fail every third call after some of its blocks, or refuse all of them.
+
+    Only the first calls: a stream that makes three calls to send again what has failed would fail at the same place.
+    """
+    real, begin = os.pwritev, len(calls)
 
     def pwritev(fd: int, parts: list[Any], position: int) -> int:
         calls.append(position)
         if number in direct.REFUSALS:
             raise OSError(number, os.strerror(number))
-        if len(calls) % 3 == 1:
+        if len(calls) % 3 == 1 and len(calls) - begin < 30:
             whole = at_page(sum(map(len, parts)))
             whole[:] = np.frombuffer(b"".join(parts), np.uint8)
             real(fd, [whole[: blocks * BLOCK]], position)

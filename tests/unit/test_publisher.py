@@ -275,7 +275,7 @@ def test_the_reason_is_kept_while_the_log_takes_nothing(
     assert stream.failure is not None
     submit(stream, ring, 2)
     until(lambda: stream.pending == 0)
-    assert stream.failure is None
+    until(lambda: stream.failure is None)
     assert stream.close(WAIT_S)
     said = [record.getMessage() for record in caplog.records]
     assert len([text for text in said if "kept and will be sent again" in text]) == 1
