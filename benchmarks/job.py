@@ -190,9 +190,14 @@ def slowest(action: Callable[[], object], memory: int = 0) -> float:
     """(all ranks) Seconds that the slowest rank takes, with so many bytes of free memory at hand for each of them."""
     have_at_hand(memory)
     dist.barrier()
-    taken = torch.tensor(timed(action))
-    dist.all_reduce(taken, dist.ReduceOp.MAX)
-    return float(taken)
+    return largest(timed(action))
+
+
+def largest(value: float) -> float:
+    """(all ranks) The largest of their values."""
+    found = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(found, dist.ReduceOp.MAX)
+    return float(found)
 
 
 def _rank(

@@ -264,3 +264,17 @@ def evicted(truths: Truths, table: str) -> dict[int, int]:
     """How many raw ids lost their row, by step."""
     ids = {step: set(maps[f"{table}._mch_sorted_raw_ids"].tolist()) for step, (_, maps) in sorted(truths.items())}
     return {step: len(ids[step - 1] - ids[step]) for step in ids if step - 1 in ids}
+
+
+def ranks_of(module: Any, probes: torch.Tensor, world: int) -> torch.Tensor:
+    """Return the rank to which TorchRec sends each raw id of a managed collision module, int64 of shape (n,)."""
+    lengths, *_, places = torch.ops.fbgemm.block_bucketize_sparse_features(
+        torch.tensor([len(probes)]),
+        probes,
+        bucketize_pos=False,
+        sequence=True,
+        block_sizes=torch.tensor([-(-module.input_size() // module.buckets())]),
+        total_num_blocks=torch.tensor([[module.buckets()]]),
+        my_size=world,
+    )
+    return torch.repeat_interleave(torch.arange(world), lengths.long())[places.long()]

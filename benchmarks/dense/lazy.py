@@ -39,7 +39,7 @@ from common import (  # noqa: E402
     scratch,
     take_turns,
 )
-from job import Job, Shape, build, spread  # noqa: E402
+from job import Job, Shape, build, largest, spread  # noqa: E402
 from run import ROWS  # noqa: E402
 
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -50,13 +50,6 @@ WITH_STEP, ALL_CPU = "mark() and the next step", "mark() and the next step, CPU 
 POINTS = (MARK, MARK_CPU, WITH_STEP, ALL_CPU)
 
 
-def most(value: float) -> float:
-    """(all ranks) The largest of their values."""
-    found = torch.tensor(value, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return float(found)
-
-
 @dataclass
 class Turns:
     """Seconds of each run, by point."""
@@ -64,7 +57,7 @@ class Turns:
     found: dict[str, dict[str, list[float]]] = field(default_factory=lambda: {point: {} for point in POINTS})
 
     def note(self, point: str, name: str, seconds: float) -> float:
-        taken = most(seconds)
+        taken = largest(seconds)
         self.found[point].setdefault(name, []).append(taken)
         return taken
 

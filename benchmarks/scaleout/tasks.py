@@ -1,4 +1,4 @@
-"""What threads make of a scrub: on one core by the calling thread, and on several cores by several."""
+"""Speed of a scrub: on one core by the calling thread, and on several cores by several threads."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests import ranks, stores
-from tests.collided import TABLES, State, Truths, attach, job, train
+from tests.collided import TABLES, State, Truths, attach, job, ranks_of, train
 from tests.followers import STEPS
 from tests.model import differences
 from tests.parts import app, trim_log
@@ -72,20 +72,9 @@ def _owners(each: Any) -> Owners:
 
 def _last_rows(each: Any, table: str) -> torch.Tensor:
     """The row of each probe if it is unknown: the last one of the shard that it is sent to."""
-    name, probes, world = table.removeprefix(PREFIX), _probes(table), dist.get_world_size()
-    module = each.maps()[name]
-    lengths, *_, places = torch.ops.fbgemm.block_bucketize_sparse_features(
-        torch.tensor([len(probes)]),
-        probes,
-        bucketize_pos=False,
-        sequence=True,
-        block_sizes=torch.tensor([-(-module.input_size() // module.buckets())]),
-        total_num_blocks=torch.tensor([[module.buckets()]]),
-        my_size=world,
-    )
+    name, world = table.removeprefix(PREFIX), dist.get_world_size()
     (rows,) = [rows for each_name, rows, *_ in TABLES if each_name == name]
-    shards = torch.repeat_interleave(torch.arange(world), lengths.long())[places.long()]
-    return (shards + 1) * (rows // world) - 1
+    return (ranks_of(each.maps()[name], _probes(table), world) + 1) * (rows // world) - 1
 
 
 def _say(each: Any, known: Owners) -> tuple[Answers, Answers]:
@@ -148,7 +137,7 @@ class _Reader:
     answers: list[torch.Tensor] = field(default_factory=list)
     """Whatever the first table has ever answered."""
     allowed: list[torch.Tensor] = field(default_factory=list)
-    """What each probe may have been answered."""
+    """Possible answers for each probe."""
 
     def run(self) -> None:
         seen = set()
@@ -234,7 +223,7 @@ def test_between_markers_no_raw_id_gets_the_value_of_another(tmp_path: Path) -> 
 
 
 def _maps_in_frames(root: Path) -> tuple[Owners, int]:
-    """What the id events of the first generation say up to its newest marker, and how many frames they are."""
+    """Map that the first generation's id events describe up to its newest marker, and the number of their frames."""
     log = FileLog(root)
     lineage = Control(log).refresh()
     commit = lineage.newest

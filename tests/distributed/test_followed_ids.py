@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests import ranks
-from tests.collided import TABLES, attach, job
+from tests.collided import TABLES, attach, job, ranks_of
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
 
@@ -34,16 +34,7 @@ def _answers(each: Any, rank: int, world: int) -> dict[str, torch.Tensor]:
     state, found = each.truth(), {}
     for name, *_, size in TABLES:
         module, probes = each.maps()[name], _probes(size)
-        lengths, *_, places = torch.ops.fbgemm.block_bucketize_sparse_features(
-            torch.tensor([len(probes)]),
-            probes,
-            bucketize_pos=False,
-            sequence=True,
-            block_sizes=torch.tensor([-(-module.input_size() // module.buckets())]),
-            total_num_blocks=torch.tensor([[module.buckets()]]),
-            my_size=world,
-        )
-        mine = torch.repeat_interleave(torch.arange(world), lengths.long())[places.long()] == rank
+        mine = ranks_of(module, probes, world) == rank
         looked = module.remap({name: JaggedTensor(values=probes[mine], lengths=torch.tensor([int(mine.sum())]))})
         rows = torch.zeros(len(probes), dtype=torch.int64)
         rows[mine] = looked[name].values()

@@ -61,7 +61,7 @@ def step(job: Job, checkpointer: StreamCheckpointer) -> None:
 
 
 def restored(kind: str, uri: str, net: Callable[[], Net] = WIDE, markers: tuple[str | None, ...] = (None,)) -> Any:
-    """What a job in another state holds after it has restored each of these markers."""
+    """State of a job that was in another state, after it has restored each of these markers."""
     found = []
     for marker in markers:
         job = build(kind, lr=0.5, net=net)
@@ -165,7 +165,7 @@ UNCOUNTED = {_past_torch: WEIGHT, _by_numpy: WEIGHT}
 
 
 def _written(uri: str) -> tuple[list[str], State]:
-    """What the marker before each write says; then the state at a marker after all of them."""
+    """Result of the marker before each write; then the state at a marker after all of them."""
     job, said = build("Adam", net=WIDE), []
     with lazy(job, uri) as checkpointer:
         cases = [(write, copied) for copied in (False, True) for write in WRITES] + [

@@ -223,7 +223,7 @@ class _Sent:
         return 0
 
     def take(self) -> list[tuple[int, int, int]]:
-        """What was sent since the last call; the log has acknowledged it."""
+        """Frames sent since the last call, which the log has acknowledged."""
         for buffer in self.held:
             self.ring.release(buffer)
         seen, self.held, self.seen = self.seen, [], []
