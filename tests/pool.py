@@ -71,10 +71,14 @@ class Worker:
 
 
 class Pool:
-    """Up to four ranks, started when they are first needed; those of a failed job are replaced."""
+    """Up to four ranks, started when they are first needed; those of a failed job are replaced.
+
+    A process serves one rank only: torch caches its place in a mesh by the ranks in that, and would go on with it.
+    """
 
     def __init__(self) -> None:
-        self._workers: list[Worker] = []
+        self._workers: dict[int, Worker] = {}
+        """By rank."""
         self._scratch = Path(tempfile.mkdtemp(prefix="pool-"))
         """Stays until all ranks have ended: torch's file store touches its file once more when it is collected, and
         waits for minutes where the folder is gone."""
@@ -87,23 +91,23 @@ class Pool:
             RankFailed: a rank raised, died, or took too long; the next job finds fresh ranks.
         """
         assert 1 <= world <= MAX_RANKS
-        while len(self._workers) < world:
-            self._workers.append(Worker(self._scratch / f"stack-{next(self._numbers)}"))
-        workers, store = self._workers[:world], self._scratch / f"store-{next(self._numbers)}"
+        for rank in range(world):
+            if rank not in self._workers:
+                self._workers[rank] = Worker(self._scratch / f"stack-{next(self._numbers)}")
+        workers, store = [self._workers[rank] for rank in range(world)], self._scratch / f"store-{next(self._numbers)}"
         try:
             for rank, worker in enumerate(workers):
                 worker.pipe.send((rank, world, store, function, args))
             return _collect(workers, time.monotonic() + timeout_s)
         except BaseException:
             # The others may hang in a collective that will never be complete.
-            del self._workers[:world]
-            for worker in workers:
-                worker.stop()
+            for rank in range(world):
+                self._workers.pop(rank).stop()
             raise
 
     def close(self) -> None:
         while self._workers:
-            self._workers.pop().stop()
+            self._workers.popitem()[1].stop()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
 

@@ -111,7 +111,7 @@ def test_each_update_is_ordered_and_a_step_that_drains_waits_for_nothing(
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators, without those that only make a view."""
+    """Counts operators, without those that only make a view, or memory: its number depends on what was sent by then."""
 
     VIEWS = ("slice", "view", "select", "detach", "alias", "unsqueeze", "_unsafe_view", "expand", "as_strided")
 
@@ -120,7 +120,7 @@ class Launches(TorchDispatchMode):
         self.counted = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.counted += func.overloadpacket.__name__ not in self.VIEWS
+        self.counted += func.overloadpacket.__name__ not in (*self.VIEWS, "empty")
         return func(*args, **(kwargs or {}))
 
 
@@ -151,7 +151,7 @@ def test_launches_of_a_drain_grow_with_its_runs_and_by_one_copy_a_frame(
             launched.append((sum(runs), len(runs), launches.counted))
     (few, few_runs, at_few), (many, many_runs, at_many) = launched
     assert many > 3 * few
-    each_run = 13 if build is FUSED else 20  # ids, gathers, full frames and the last one; what the cache is asked
+    each_run = 9 if build is FUSED else 16  # ids, gathers, full frames and the last one; what the cache is asked
     assert at_many - at_few <= (many - few) + each_run * (many_runs - few_runs)
     assert at_few <= few + each_run * few_runs + 40  # rows found and cleared, areas made
 

@@ -34,6 +34,7 @@ def test_the_tests_of_a_gpu_pass_on_a_played_one(tmp_path: Path) -> None:
         [
             *(sys.executable, "-m", "pytest", "-p", "tests.played.plugin", "-p", "no:cacheprovider", "-m", "gpu", "-q"),
             *("-o", "python_files=test_*.py branches.py", f"--played-report={report}", "tests/gpu"),
+            *("--tb=short", "--show-capture=no", "--disable-warnings"),  # what failed is not to be cut off below
         ],
         capture_output=True,
         text=True,
