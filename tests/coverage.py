@@ -2,7 +2,7 @@
 
 ``python -m tests.coverage`` writes it; a test holds it up to date. A marker names a cell of the cross product
 (optimizer, kernel, plan, module, pipeline), what is so there (``exact``, ``limited``, ``refused`` or ``unverified``),
-and why.
+and why. Its argument ``served`` lists what the test has served of the job, names of :data:`SERVED` with commas.
 """
 
 from __future__ import annotations
@@ -57,6 +57,10 @@ PITFALLS = {
     37: "a deep copy of a model takes patched methods of the original along",
 }
 OUTCOMES = ("exact", "limited", "refused", "unverified")
+RESTORED = ("exact", "limited")
+"""Outcomes of jobs that have a stream, which can be served."""
+SERVED = ("tables", "model", "raw ids")
+"""What can be served of a job."""
 FOLDED = (2, 3, 4, 1)
 """Columns in which a line lists several values: plan, module, pipeline and kernel."""
 
@@ -67,63 +71,75 @@ Can I use my model with it? The tables after these eleven rows list each combina
 IN_SHORT = (
     (
         "your job has",
-        "on a CPU",
-        "on a GPU (one H100, one rank)",
+        "restored on a CPU",
+        "restored on a GPU (one H100, one rank)",
+        "served, on a CPU",
     ),
     (
         "SGD, Adagrad, row-wise Adagrad (weight decay and moving average too), row-wise RMSprop",
         "exact",
         "exact; moving average and row-wise RMSprop: not run",
+        "tables, model",
     ),
     (
         "Adam, LAMB, their partial row-wise forms, ensemble row-wise Adagrad",
         "FBGEMM has none",
         "exact; Adam with fp16 weights: FBGEMM fails; ensemble row-wise Adagrad: not run",
+        "not tested",
     ),
     (
         "table-wise, row-wise, column-wise, table-column-wise, table-row-wise, grid plans, each into each other",
         "exact",
         "table-wise: exact; the others need several GPUs: not run",
+        "tables, model",
     ),
     (
         "another column split under a row-wise optimizer",
         "refused, or merged inexactly",
         "the same",
+        "where it is merged: not tested",
     ),
     (
         "`EmbeddingBagCollection`, `EmbeddingCollection`, feature processors, varying batch sizes",
         "exact where TorchRec trains them",
         "exact; feature processors: not run",
+        "tables, model",
     ),
     (
         "`DistributedModelParallel`, or `shard_modules` with DDP or FSDP2 around the dense layers",
         "exact",
         "`DistributedModelParallel`: exact; `shard_modules`: not tested",
+        "tables, model; `shard_modules`: tables",
     ),
     (
         "managed collision with LFU, LRU, DistanceLFU",
         "exact; shards that split an old one are refused",
         "not tested",
+        "raw ids; as a model: refused",
     ),
     (
         "fp32, fp16 or bf16 weights",
         "fp32, fp16: exact; bf16: TorchRec trains none",
         "fp32, fp16: exact; bf16: refused",
+        "fp32, fp16: tables, model; bf16: tables, quantized: refused",
     ),
     (
         "a plain loop, `TrainPipelineBase`, `TrainPipelineSparseDist`; semi-synchronous and prefetching pipelines",
         "exact; for semi-synchronous and prefetching pipelines with their order staged by hand",
         "exact; a semi-synchronous one with a UVM cache is refused",
+        "not tested with pipelines",
     ),
     (
         "DDP or FSDP2 around the dense part, any optimizer of torch; FSDP1, tables inside FSDP2",
         "exact; FSDP1 and tables inside FSDP2: refused",
         "DDP with SGD, Adam, AdamW, fused and capturable ones too: exact; FSDP2: not tested; the others: refused",
+        "DDP with Adam: tables, model; the others: not tested",
     ),
     (
         "UVM tables; SSD and key-value tables, 2D parallelism, ITEP, hash ZCH, quantized tables",
         "UVM needs a GPU; the others are refused",
         "UVM: exact, with a cache too; the others: refused",
+        "not tested",
     ),
 )
 """What people ask first."""
@@ -132,6 +148,11 @@ MORE = """\
 equal those of the live job at the cut, bit for bit. *Refused*: by an error, with its text. *On an H100*: [one
 rank](guarantees.md#on-a-gpu). *Not run*, *not tested*: unknown. For writes to tables outside the update see
 [guarantees.md](guarantees.md#limits-of-exactness). `make coverage` generates this page from the tests.
+
+*Served*: the same test [follows](follow.md) the job on a CPU, and compares the answers at markers with the trainer's
+state, bit for bit. *Tables*: weights of `FollowedTables`. *Model*: a `FollowedModel`, its collections in float and
+quantized to int8. *Raw ids*: `lookup()` of every raw id that has a row. *Not tested*: no test serves it. What is
+refused by name is in [a separate table](#refused).
 
 Semicolons separate the entries of a list: a row covers every combination of its entries. Commas are part of one entry.
 """
@@ -175,6 +196,8 @@ class Claim:
     outcome: str
     test: str
     why: str = ""
+    served: str = ""
+    """What the test serves: names of :data:`SERVED`, with commas."""
 
 
 @dataclass(slots=True)
@@ -203,8 +226,11 @@ class Suite:
                 says = dict(mark.kwargs)
                 outcome, why = says.pop("outcome", "exact"), says.pop("why", "")
                 assert outcome in OUTCOMES, f"{test}: unknown outcome {outcome}"
+                served = says.pop("served", "")
                 assert why or outcome == "exact", f"{test}: say why it is {outcome}"
-                self.claims.append(Claim(Cell(**says), outcome, test, why))
+                assert not served or outcome in RESTORED, f"{test}: nothing can be served of a job that is {outcome}"
+                assert not served or set(served.split(", ")) <= set(SERVED), f"{test}: unknown way to serve: {served}"
+                self.claims.append(Claim(Cell(**says), outcome, test, why, served))
 
 
 def collect() -> Suite:
@@ -224,13 +250,18 @@ def render(suite: Suite) -> str:
     for outcome in OUTCOMES:
         title, shown = HEADINGS[outcome]
         rows: dict[Cell, dict[str, None]] = {}
+        served: dict[Cell, set[str]] = {}
         for claim in sorted(suite.claims, key=lambda each: (each.cell, each.why, each.test)):
             if claim.outcome == outcome:
                 text = f"{claim.why} (`{claim.test}`)" if claim.why else f"`{claim.test}`"
                 rows.setdefault(claim.cell, {})[text] = None
-        parts.append(f"\n## {title}\n\n| optimizer | kernel | plan | module | pipeline | {shown} |\n")
-        parts.append("|---|---|---|---|---|---|\n")
-        lines = [(*astuple(cell), "; ".join(texts)) for cell, texts in rows.items()]
+                served.setdefault(claim.cell, set()).update(claim.served.split(", "))
+        more = ("served",) if outcome in RESTORED else ()
+        heading = ("optimizer", "kernel", "plan", "module", "pipeline", *more, shown)
+        parts.append(f"\n## {title}\n\n| {' | '.join(heading)} |\n|{'---|' * len(heading)}\n")
+        lines = [
+            (*astuple(cell), *(_ways(served[cell]) for _ in more), "; ".join(texts)) for cell, texts in rows.items()
+        ]
         for column in FOLDED:
             lines = _fold(lines, column)
         parts += ["| " + " | ".join(line) + " |\n" for line in lines]
@@ -245,6 +276,11 @@ def render(suite: Suite) -> str:
     return "".join(parts)
 
 
+def _ways(served: set[str]) -> str:
+    """How a cell is served."""
+    return ", ".join(way for way in SERVED if way in served) or "not tested"
+
+
 def _fold(lines: list[tuple[str, ...]], column: int) -> list[tuple[str, ...]]:
     """Make one line of those that differ in ``column`` only, and list the values there."""
     values: dict[tuple[str, ...], list[str]] = {}
@@ -255,7 +291,7 @@ def _fold(lines: list[tuple[str, ...]], column: int) -> list[tuple[str, ...]]:
 
 def _in_short() -> list[str]:
     lines = ["| " + " | ".join(row) + " |\n" for row in IN_SHORT]
-    return [lines[0], "|---|---|---|\n", *lines[1:]]
+    return [lines[0], f"|{'---|' * len(IN_SHORT[0])}\n", *lines[1:]]
 
 
 def _named(test: str) -> str:

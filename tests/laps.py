@@ -1,7 +1,11 @@
-"""A lap of the matrix: train, restore on another world size and plan, go on, restore again; and what was not exact."""
+"""A lap of the matrix: train, restore on another world size and plan, go on, restore again; and what was not exact.
+
+A replica and inference modules follow it, and what they serve is compared too.
+"""
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,10 @@ import torch
 from tests import zoo
 from tests.model import differences
 from tests.pool import Pool
+from tests.served import bits, inference_module
 from tests.zoo import MARK, Marks
 from tests.zoo_models import OPTIMIZERS, Model, Part, Place, Plan, Table
-from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt import FollowedModel, FollowedTables, StreamConfig, follow
 
 WHOLE, SPLIT = ("tw", "rw", "twrw"), ("cw", "twcw", "grid")
 FAMILIES = {
@@ -43,6 +48,11 @@ def covers(optimizer: str, plan: str, kind: str, what: str = "", **more: str) ->
     """The cell of docs/coverage.md that a test proves."""
     name = OPTIMIZERS[optimizer].name + (f", {what}" if what else "")
     return pytest.mark.covers(optimizer=name, plan=plan, module=MODULES[kind], kernel="fused", pipeline="plain", **more)
+
+
+def lapped(optimizer: str, plan: str, kind: str, what: str = "") -> pytest.MarkDecorator:
+    """The cell that a test proves by a :func:`lap`, which serves it, too."""
+    return covers(optimizer, plan, kind, what, served="tables, model" if kind != "fused" else "tables")
 
 
 def place(family: str, world: int, host: int, turn: int) -> Place:
@@ -85,6 +95,45 @@ class Lap:
     """Names of what was not bitwise equal, anywhere."""
 
 
+def differing_tables(tables: FollowedTables, marks: Marks) -> list[str]:
+    """Return the names of the tables that a replica has otherwise than the trainer at the marker."""
+    with tables.reading() as served:
+        truth = {
+            ".".join(part for part in key.split(".")[1:-1] if part not in ("embedding_bags", "embeddings")): value
+            for key, value in marks[str(served.marker)].items()
+            if key.startswith("model.") and key.endswith(".weight")
+        }
+        assert served.tables
+        assert served.tables.keys() <= truth.keys()
+        return [f"served.{name}" for name, rows in served.tables.items() if not torch.equal(rows, truth[name])]
+
+
+class Followers(contextlib.ExitStack):
+    """Replicas of a job: its tables; and, if TorchRec's kernels allow that, its module in float and in int8."""
+
+    def __init__(self, model: Model, uri: str) -> None:
+        super().__init__()
+        self._model = model
+        self._tables = self.enter_context(FollowedTables(follow(uri)))
+        widths = ("float", "int8") if all(part.kind != "fused" for part in model.parts) else ()
+        self._modules = {
+            width: self.enter_context(FollowedModel(inference_module(model, width), follow(uri))) for width in widths
+        }
+
+    def differing(self, marks: Marks) -> list[str]:
+        """Advance to the newest marker; return the names of what is served otherwise than the trainer had it."""
+        found: list[str] = []
+        self._tables.advance()
+        found += differing_tables(self._tables, marks)
+        for width, module in self._modules.items():
+            module.advance()
+            with module.reading() as view:
+                expected, held = bits(inference_module(self._model, width, marks[str(view.marker)])), bits(view.module)
+                assert held.keys() == expected.keys()
+                found += [f"served.{width}.{name}" for name, value in held.items() if value != expected[name]]
+        return found
+
+
 def lap(
     pool: Pool,
     model: Model,
@@ -98,11 +147,15 @@ def lap(
     first, second, third = plans
     where = config(directory, **options)
     begun = pool.run(first.world, zoo.start, model, first, where, events)
-    resumed = pool.run(second.world, zoo.resume_each, model, second, where, ("1:1", None), (*more, MARK))
-    gone_on = [marks for _, marks in resumed]
-    (newest,) = gone_on[0]
+    with Followers(model, where.uri) as followers:
+        unserved = followers.differing(begun[0])
+        resumed = pool.run(second.world, zoo.resume_each, model, second, where, ("1:1", None), (*more, MARK))
+        gone_on = [marks for _, marks in resumed]
+        (newest,) = gone_on[0]
+        unserved += followers.differing(gone_on[0])
     again = pool.run(third.world, zoo.resume, model, third, where, None, ())
     wrong = [
+        *unserved,
         *compare(begun, "1:1", [states[0] for states, _ in resumed]),
         *compare(begun, "1:2", [states[1] for states, _ in resumed]),
         *compare(gone_on, newest, [state for state, _ in again]),

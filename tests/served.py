@@ -11,6 +11,8 @@ from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantBags
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantRows
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.zoo_models import Model, Net
+
 WIDTHS = {
     "int8": torch.qint8,
     "int4": torch.quint4x2,
@@ -85,3 +87,15 @@ def all_rows(weights: dict[str, torch.Tensor]) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         [f"f_{name}" for name in weights], ids.repeat(len(weights)), lengths=torch.ones(count * len(weights)).long()
     )
+
+
+def inference_module(model: Model, width: str, truth: dict[str, torch.Tensor] | None = None) -> nn.Module:
+    """The trainer's model, unsharded and quantized, with the trainer's state or another one."""
+    net = Net(model)
+    for name, child in list(net.named_children()):
+        if name != "heads":
+            setattr(net, name, child.to_empty(device="cpu"))
+    with torch.no_grad():
+        for key, value in net.state_dict().items():
+            value.copy_(truth[f"model.{key}"] if truth is not None else torch.full_like(value, 3.0))
+    return quantize_parts(net, width).eval()

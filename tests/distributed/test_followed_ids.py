@@ -93,6 +93,9 @@ def _train_and_follow(uri: str, begin: int, steps: int) -> int:
     return lost
 
 
+@pytest.mark.covers(
+    plan="row-wise, fewer ranks whose shards are unions", module="managed collision", pipeline="plain", served="raw ids"
+)
 def test_every_marker_answers_for_raw_ids_as_the_trainer_over_fewer_ranks(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     assert sum(ranks.run(2, _train_and_follow, uri, 0, 7)) > 0

@@ -16,9 +16,9 @@ from torch import nn
 from tests import ranks, warm, zoo
 from tests.followers import wait_for
 from tests.forks import Popen
-from tests.served import bits, quantize_parts
+from tests.served import bits, inference_module
 from tests.unit.recipe_helper import load_recipe
-from tests.zoo_models import Model, Net, Part, Place, Plan, Table
+from tests.zoo_models import Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import FollowedModel, StreamConfig, follow
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
@@ -51,15 +51,7 @@ EVENTS = ("train", "train", "mark") * 5
 
 
 def served(width: str, truth: dict[str, torch.Tensor] | None = None) -> nn.Module:
-    """The trainer's model, unsharded, with the trainer's state or another one."""
-    net = Net(MODEL)
-    for name, child in list(net.named_children()):
-        if name != "heads":
-            setattr(net, name, child.to_empty(device="cpu"))
-    with torch.no_grad():
-        for key, value in net.state_dict().items():
-            value.copy_(truth[f"model.{key}"] if truth is not None else torch.full_like(value, 3.0))
-    return quantize_parts(net, width).eval()
+    return inference_module(MODEL, width, truth)
 
 
 class Batch:

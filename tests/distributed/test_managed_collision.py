@@ -37,7 +37,7 @@ def _covering(case: str) -> Any:
     module = f"{_MODULES[build.get('kind', 'bag')]}, {build['policy']} eviction"
     optimizer = build.get("optimizer", EmbOptimType.EXACT_ADAGRAD).name
     cell = {"optimizer": optimizer, "kernel": "fused", "plan": "row-wise", "module": module, "pipeline": "plain"}
-    return pytest.param(case, marks=pytest.mark.covers(**cell))
+    return pytest.param(case, marks=pytest.mark.covers(**cell, served="raw ids"))
 
 
 @pytest.mark.sharder(
@@ -55,6 +55,7 @@ def test_a_marker_and_what_follows_it_come_back_bit_for_bit(case: str, tmp_path:
         happened = [lost for truths in done for lost in evicted(truths, table).items()]
         assert sum(lost for _, lost in happened) > 10, happened
         assert sum(lost for step, lost in happened if step > 13) > 1, happened
+    _check_lookups(uri, done, marked[-1])
     for rank, restored in enumerate(warm.run(2, restore, uri, marked, 17, build)):
         for first, truths in zip(marked, restored, strict=True):
             assert truths.keys() == set(range(first, 18))
@@ -62,6 +63,22 @@ def test_a_marker_and_what_follows_it_come_back_bit_for_bit(case: str, tmp_path:
                 expected, expected_maps = done[rank][step]
                 assert differences(expected, state) == [], (first, step)
                 assert differences(expected_maps, maps) == [], (first, step)
+
+
+def _check_lookups(uri: str, done: list[Truths], step: int) -> None:
+    """A replica at the newest marker answers for each raw id with the row that the trainer has for it."""
+    sizes = {f"mc._embedding_module.{name}": size for name, *_, size in TABLES}
+    with FollowedTables(follow(uri), input_hash_sizes=sizes) as tables:
+        tables.advance()
+        for name in sizes:
+            table = name.rpartition(".")[2]
+            (weights,) = [value for key, value in done[0][step][0].items() if key.endswith(f".{table}.weight")]
+            for truths in done:
+                maps = truths[step][1]
+                raw_ids, rows = (maps[f"{table}._mch_{each}"] for each in ("sorted_raw_ids", "remapped_ids_mapping"))
+                used = raw_ids != 2**63 - 1
+                assert used.any()
+                assert torch.equal(tables.lookup(name, raw_ids[used]), weights[rows[used]])
 
 
 def _merged(done: list[State], table: str, last_row: int) -> dict[str, list[int]]:

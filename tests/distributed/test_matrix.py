@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from tests import zoo
-from tests.laps import FAMILIES, MODULES, SPLIT, WHOLE, Lap, cell_model, compare, config, covers, lap, one, plan
+from tests.laps import FAMILIES, MODULES, SPLIT, WHOLE, Lap, cell_model, compare, config, covers, lap, lapped, one, plan
 from tests.model import differences
 from tests.pool import Pool
 from tests.random_zoo import Scenario, scenarios
@@ -55,7 +55,7 @@ def test_every_cell_has_a_test() -> None:
     [
         pytest.param(
             *cell,
-            marks=[covers(cell[1], FAMILIES[cell[2]], cell[0]), *marks_of(cell[:2], SAMPLE)],
+            marks=[lapped(cell[1], FAMILIES[cell[2]], cell[0]), *marks_of(cell[:2], SAMPLE)],
             id="-".join(cell),
         )
         for cell in CELLS
@@ -136,6 +136,7 @@ WORLDS = [
     module="random mixes",
     kernel="fused",
     pipeline="plain",
+    served="tables, model",
 )
 @pytest.mark.parametrize(("source", "target"), WORLDS)
 def test_random_jobs_are_exact_on_every_pair_of_world_sizes(

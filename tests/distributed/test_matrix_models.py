@@ -17,7 +17,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 
 from tests import zoo
-from tests.laps import EVERYTHING, FAMILIES, cell_model, config, covers, lap, one, place, plan
+from tests.laps import EVERYTHING, FAMILIES, cell_model, config, lap, lapped, one, place, plan
 from tests.model import differences
 from tests.pool import Pool
 from tests.ranks import RankFailed
@@ -170,7 +170,7 @@ def model_cell(name: str) -> pytest.MarkDecorator:
     model, families, what = MODELS[name]
     plans = [FAMILIES[family] for family in dict.fromkeys(families) if family != "dp"]
     plan = "each of the six" if len(plans) == len(FAMILIES) else ", ".join(plans)
-    return covers(model.optimizer, plan, model.parts[0].kind, what)
+    return lapped(model.optimizer, plan, model.parts[0].kind, what)
 
 
 MODEL_CELLS = [
@@ -195,7 +195,7 @@ def test_a_model_is_exact(name: str, pool: Pool, tmp_path: Path) -> None:
     [
         pytest.param(
             name,
-            marks=[covers(name, "column-wise, shards of uneven width", "ebc"), *marks_of(name, ("rowwise_adagrad",))],
+            marks=[lapped(name, "column-wise, shards of uneven width", "ebc"), *marks_of(name, ("rowwise_adagrad",))],
         )
         for name in OPTIMIZERS
     ],

@@ -31,6 +31,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.jobs import attach
+from tests.laps import differing_tables
 from tests.model import (
     OPTIMIZERS,
     PLAN_1,
@@ -46,7 +47,7 @@ from tests.model import (
     truth,
 )
 from tests.pool import Pool
-from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import FollowedTables, StreamCheckpointer, StreamConfig, follow
 from torchrec_stream_ckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.distributed
@@ -185,7 +186,7 @@ CASES = [
     ("parts in ddp", "sgd", [(1, "parts in ddp")]),
     ("fsdp2", "adagrad", [(3, "fsdp2"), (2, "ddp")]),
 ]
-CELL = {"kernel": "fused", "pipeline": "plain"}
+CELL = {"kernel": "fused", "pipeline": "plain", "served": "tables"}
 
 
 @pytest.mark.covers(**CELL, module="EmbeddingBagCollection, shard_modules without DMP, alone on one rank")
@@ -200,12 +201,15 @@ def test_a_model_sharded_without_dmp_comes_back_bit_for_bit(
     expected = pool.run(2, _train, source, uri, optimizer)[0]
     assert any(name.startswith("dense.top") for name in expected)
     step = 4
-    for world, around in targets:
-        found = pool.run(world, _restore, around, uri, optimizer)
-        for state, at, _ in found:
-            assert at == step
-            assert differences(expected, state, rng=False) == []
-        expected, step = found[0][2], step + 1
+    with FollowedTables(follow(uri)) as tables:
+        for world, around in targets:
+            found = pool.run(world, _restore, around, uri, optimizer)
+            for state, at, _ in found:
+                assert at == step
+                assert differences(expected, state, rng=False) == []
+            expected, step = found[0][2], step + 1
+            tables.advance()
+            assert differing_tables(tables, {str(tables.stats.marker): expected}) == []
 
 
 def _outside(uri: str) -> State:

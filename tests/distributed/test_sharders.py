@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests import warm
-from tests.laps import covers, lap, one, plan
+from tests.laps import lap, lapped, one, plan
 from tests.model import PLAN_2, trainer
 from tests.pool import Pool
 from tests.sharders import installed_sharders
@@ -90,7 +90,7 @@ FAMILIES = ("tw", "cw", "twcw")
 @pytest.mark.parametrize(
     "optimizer",
     [
-        pytest.param(name, marks=covers(name, "table-wise, column-wise, table-column-wise", "fused"))
+        pytest.param(name, marks=lapped(name, "table-wise, column-wise, table-column-wise", "fused"))
         for name in IN_FUSED_MODULES
     ],
 )

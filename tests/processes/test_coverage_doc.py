@@ -59,12 +59,12 @@ def test_a_cell_is_one_row_with_all_its_tests() -> None:
     cell = Cell(optimizer="EXACT_SGD", plan="row-wise")
     claims = [
         Claim(cell, "exact", "b.py::two"),
-        Claim(cell, "exact", "a.py::one"),
+        Claim(cell, "exact", "a.py::one", served="model, tables"),
         Claim(cell, "exact", "a.py::one"),
         Claim(Cell(module="ITEP"), "refused", "c.py::three", "is not captured"),
     ]
     page = render(Suite(claims, {12: {"d.py::four"}}))
-    assert "| EXACT_SGD | any | row-wise | any | any | `a.py::one`; `b.py::two` |\n" in page
+    assert "| EXACT_SGD | any | row-wise | any | any | tables, model | `a.py::one`; `b.py::two` |\n" in page
     assert "| any | any | any | ITEP | any | is not captured (`c.py::three`) |\n" in page
     assert "| 12 | the column shards of a table have the same row ids | `d.py::four` |" in page
     assert page.index("a.py::one") < page.index("## Refused") < page.index("c.py::three") < page.index("## Unverified")
@@ -74,6 +74,6 @@ def test_plans_and_modules_with_the_same_tests_are_one_row() -> None:
     cells = [Cell(plan=plan, module=module) for plan in ("grid", "row-wise") for module in ("bags", "bags, weighted")]
     claims = [Claim(cell, "exact", "a.py::one") for cell in [*cells, Cell(plan="row-wise", module="sequences")]]
     page = render(Suite([*claims, Claim(Cell(plan="grid", module="towers"), "exact", "b.py::two")]))
-    assert "| any | any | grid; row-wise | bags; bags, weighted | any | `a.py::one` |\n" in page
-    assert "| any | any | row-wise | sequences | any | `a.py::one` |\n" in page
-    assert "| any | any | grid | towers | any | `b.py::two` |\n" in page
+    assert "| any | any | grid; row-wise | bags; bags, weighted | any | not tested | `a.py::one` |\n" in page
+    assert "| any | any | row-wise | sequences | any | not tested | `a.py::one` |\n" in page
+    assert "| any | any | grid | towers | any | not tested | `b.py::two` |\n" in page

@@ -321,7 +321,30 @@ def _cases() -> Iterator[tuple[str, nn.Module, str]]:
     yield "virtual", nn.ModuleDict({"q": module}), "its kernel is a SimpleNamespace"
 
 
-@pytest.mark.parametrize(("module", "said"), [pytest.param(*each[1:], id=each[0]) for each in _cases()])
+REFUSED = {
+    "scripted": "a scripted module",
+    "collision": "a managed collision module",
+    "kernel": "a bare kernel of FBGEMM",
+    "fused": "FusedEmbeddingBagCollection",
+    "compiled": "a compiled module",
+    "packed": "packed dense layers (quantize_dynamic)",
+    "pruned": "a pruned table",
+    "FP8": "a table in FP8",
+    "BF16": "a table quantized to BF16",
+}
+"""Names of cases for docs/coverage.md."""
+
+
+def _marks(name: str, said: str) -> list[pytest.MarkDecorator]:
+    if name not in REFUSED:
+        return []
+    why = f"`{said.partition('.*')[0]}`"
+    return [pytest.mark.covers(module=f"served by a FollowedModel: {REFUSED[name]}", outcome="refused", why=why)]
+
+
+@pytest.mark.parametrize(
+    ("module", "said"), [pytest.param(*each, id=name, marks=_marks(name, each[1])) for name, *each in _cases()]
+)
 def test_what_cannot_be_followed_is_refused_by_name_when_it_is_made(
     tmp_path: Path, module: nn.Module, said: str
 ) -> None:
