@@ -116,6 +116,11 @@ def _marker(rows: Rows) -> Iterator[list[str]]:
             more = here.median(OURS) - here.median("ours, without proof")
             said = f"{three(more)} ms (single rounds {three(min(each))} to {three(max(each))})"
             yield rows.row(goal, f"a proof adds: {name}", said, here.others("ours, without proof"))
+    if rows.has(goal := "digest of the dense state, CPU"):
+        parts = rows.result.point("digest of the dense state")
+        mb = rows.result.facts["MiB of the dense state in the digest"]
+        said = f"{parts.taken('one tensor')}; in 100 tensors {three(parts.median('100 tensors'))} ms"
+        yield rows.row(goal, f"digest of {mb} MiB of dense state, CPU time", said, parts.others("copy"))
 
 
 def _dense(rows: Rows) -> Iterator[list[str]]:

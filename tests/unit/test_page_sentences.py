@@ -66,6 +66,23 @@ def test_what_stands_beside_a_bound_that_is_held() -> None:
         r"by the wall clock ([\d.]+)% on two ranks of two cores": longer(two, auto, "median"),
         r"single rounds with markers reach ([\d.]*\d)": [one["marker every 10"]["ratio_max_until_all_is_sent"]],
         r"They take (\d+)% longer\. Both": longer(two, "drain every step", "median"),
+        r"they take ([\d.]+)% longer, and ([\d.]+)% with a marker every 10,": [
+            longer(two, f"{name}, direct", "median")[0] for name in ("drain every step", "marker every 10")
+        ],
+        r"all threads take ([\d.]+)% more CPU time": [
+            100 * (two["drain every step, direct"]["all_cpu_ratio_median"] - 1)
+        ],
+        r"took (\d+)% longer than the first": longer(two, "off again", "median"),
+        r"from the ranks: (\d+) ms a step on two ranks of two cores with a buffered log, (\d+) past": [
+            two[name]["step_ms_median"] - two["off"]["step_ms_median"]
+            for name in ("drain every step", "drain every step, direct")
+        ],
+        r"takes ([\d.]+) times as long if each is drained into a buffered log, and ([\d.]+) times": [
+            two[name]["ratio_median_until_all_is_sent"] for name in ("drain every step", "drain every step, direct")
+        ],
+        r"with a marker every 10 steps, ([\d.]+) and ([\d.]*\d)": [
+            two[name]["ratio_median_until_all_is_sent"] for name in ("marker every 10", "marker every 10, direct")
+        ],
         r"sync of (\d+) MB a rank and step": [two["drain every step"]["megabytes_a_step"]],
         r"adds ([\d.]+)%, a drain every 10 steps ([\d.]+)%": [
             longer(two, name, "median")[0] for name in (auto, "drain every 10")
