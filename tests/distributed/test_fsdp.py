@@ -4,24 +4,32 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.sharding_plan import row_wise, table_wise
 from torchrec.distributed.types import ShardingEnv
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from tests import warm
+from tests import ranks, warm
+from tests.dense_job import Job
+from tests.dense_job import Net as NetOfTables
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, Net, Trainer, batch, differences, trainer, truth
 from tests.starts import from_both_starts
+from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import MarkerFailedError, UnsupportedError
+from torchrec_stream_ckpt.dense import dense_guard
+from torchrec_stream_ckpt.errors import MarkerFailedError, StreamCkptError, UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
@@ -234,6 +242,74 @@ def test_what_cannot_be_captured_is_refused_by_name(tmp_path: Path) -> None:
     assert "fully_shard() was applied to tables of a sharded module" in said["tables"]
     place = "the LocalMomentum (optimizer0): state of bottom.0.weight['momentum'] is not captured"
     assert place in said["local state"]
+
+
+class _Even(NetOfTables):
+    """A tower of layers that two ranks halve: torch splits others wrongly in a process that has changed its rank."""
+
+    def __init__(self) -> None:
+        super().__init__(8)
+        self.over = nn.Sequential(nn.Linear(16, 8), nn.ReLU(), nn.Linear(8, 2))
+
+    def forward(self, sparse: KeyedJaggedTensor) -> torch.Tensor:
+        mean: torch.Tensor = self.over(self.ebc(sparse).values()).mean(1)
+        return mean
+
+
+class _Over(DataParallelWrapper):
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
+        module: Any = dmp.module
+        fully_shard(module.over, mesh=init_device_mesh("cpu", (env.world_size,)))
+
+
+def _moved(uri: str, store: str, swapped: bool) -> list[str]:
+    """Train and mark a job, leave its process group, and join another one; then what an attach, a marker and a restore
+    say, each without the checks before it."""
+    rank, said = dist.get_rank(), []
+
+    def job(log: str) -> tuple[Job, StreamConfig]:
+        torch.manual_seed(5)
+        places = {"t_one": table_wise(rank=0), "t_two": row_wise()}
+        sharder = EmbeddingBagCollectionSharder(fused_params={"learning_rate": 0.1})
+        dmp = wrapped(_Even(), places, sharder, wrapper=_Over())
+        return Job(dmp, torch.optim.Adam(dmp.module.over.parameters())), StreamConfig(uri=log, marker_every=None)
+
+    def tried(log: str, *, restores: bool = False) -> str:
+        live, config = job(log)
+        try:
+            with StreamCheckpointer(live.dmp, live.optimizer, config=config) as checkpointer:
+                if restores:
+                    checkpointer.restore()
+                live.step()
+                checkpointer.step()
+                checkpointer.mark().result(60)
+        except StreamCkptError as error:
+            return str(error)
+        return ""
+
+    said.append(tried(uri))
+    dist.barrier()
+    dist.destroy_process_group()
+    rank = 1 - rank if swapped else rank
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    said.append(tried(f"{uri}-2"))
+    with patch.object(dense_guard, "check_derived_places"):
+        said += [tried(uri, restores=True), tried(f"{uri}-3")]
+    return said
+
+
+@pytest.mark.parametrize("swapped", [True, False], ids=["another rank", "the same rank"])
+def test_a_process_that_changed_its_rank_is_refused_by_name(swapped: bool, tmp_path: Path) -> None:
+    for said in ranks.run(2, _moved, f"file://{tmp_path / 'log'}", str(tmp_path / "store"), swapped):
+        if not swapped:
+            assert said == ["", "", "", ""]
+            continue
+        assert said[0] == ""
+        for text, part in zip(
+            said[1:], ["over.0.weight", "a tensor of an optimizer", "model.over.0.weight"], strict=True
+        ):
+            assert f"part of {part} at" in text
+            assert "this process had another rank in an earlier process group" in text
 
 
 # Gradients.

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -89,3 +93,40 @@ def check_whole(view: nn.Module) -> None:
                 f"replicas='rank0' requires a whole replica on rank 0, but FSDP2 shards {name}",
                 hint="omit replicas, or wrap the dense layers in DDP",
             )
+
+
+def check_derived_places(view: nn.Module) -> None:
+    """Reject sharded parameters whose copies, for torch, lie in another place: see :func:`check_places`.
+
+    Raises:
+        UnsupportedError: Names a parameter.
+    """
+    for name, value in view.state_dict().items():
+        if isinstance(value, DTensor):
+            check_places({name: value})
+            check_places({name: torch.empty_like(value)})
+
+
+def check_places(tensors: Mapping[str, Any]) -> None:
+    """Reject DTensors of which torch places this rank's part where another rank has its own.
+
+    Torch caches results of operators by the ranks of a mesh, with the mesh of the first call. After a process has
+    joined a second process group under another rank, they still have its first place.
+
+    Raises:
+        UnsupportedError: Names a tensor.
+    """
+    right: set[int] = set()
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, DTensor) or id(tensor.device_mesh) in right:
+            continue
+        mesh, rank = tensor.device_mesh, dist.get_rank()
+        there = mesh.get_coordinate()
+        here = (mesh.mesh == rank).nonzero().tolist()
+        if (list(there) if there is not None else None) != (here[0] if here else None):
+            raise UnsupportedError(
+                f"torch places rank {rank}'s part of {name} at {there} of its mesh, where another rank has its part: "
+                "this process had another rank in an earlier process group, and torch has cached that place",
+                hint="start a new process for each job with FSDP2 whose ranks differ",
+            )
+        right.add(id(mesh))

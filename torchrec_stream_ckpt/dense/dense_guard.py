@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from torchrec_stream_ckpt.dense import optimizer_state
-from torchrec_stream_ckpt.dense.data_parallel import check_fully_sharded, check_replicas
+from torchrec_stream_ckpt.dense.data_parallel import check_derived_places, check_fully_sharded, check_replicas
 from torchrec_stream_ckpt.dense.optimizer_memory import check_attributes
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.model import (
@@ -94,6 +94,7 @@ class DenseGuard:
         check_fully_sharded(self._model)
         check_dense(self._model, self._optimizers)
         check_replicas(self._model, view, since_attach=since_attach)
+        check_derived_places(view)
 
     def _check_parts(self) -> None:
         parts = optimizer_parts(self._optimizer)

@@ -39,6 +39,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.tensor import DTensor
 
 from torchrec_stream_ckpt.dense import optimizer_state, tree
+from torchrec_stream_ckpt.dense.data_parallel import check_places
 from torchrec_stream_ckpt.dense.dcp import blob, come_together, flat, json_blob, save_together
 from torchrec_stream_ckpt.dense.dense_loader import DenseLoader
 from torchrec_stream_ckpt.dense.dense_prover import DenseTurns, ProvedEntries, differing, prove
@@ -143,6 +144,8 @@ class DenseState:
         frozen = [f"model.{name}" for name, each in taken.parameters.items() if not each.requires_grad]
         self.held = hold(taken.alike, taken.apart, taken.objects, taken.places, frozen, scope)
         staged: dict[str, Any] = BlockingAsyncStager().stage(taken.apart) if taken.apart else {}
+        check_places(taken.apart)
+        check_places(staged)
         self._bytes, self._counted = taken.blobs, self._counts()
         return {**staged, **self._copies.copy(taken.mine), **taken.blobs}
 

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
+from torchrec_stream_ckpt.dense.data_parallel import check_places
 from torchrec_stream_ckpt.dense.dcp import Entries, read_json
 from torchrec_stream_ckpt.dense.tree import decode, encode
 from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
@@ -230,10 +231,16 @@ def _mentioned(tree: Any) -> set[str]:
 
 
 def empty_like(saved: TensorStorageMetadata, parameter: nn.Parameter | None) -> torch.Tensor:
-    """Return an empty tensor for one of the marker, sharded as ``parameter`` if that is sharded."""
+    """Return an empty tensor for one of the marker, sharded as ``parameter`` if that is sharded.
+
+    Raises:
+        UnsupportedError: Torch places this rank's part where another rank has its own.
+    """
     dtype = saved.properties.dtype
     if parameter is not None and isinstance(parameter.data, DTensor) and saved.size == parameter.size():
-        return torch.empty_like(parameter.data, dtype=dtype)
+        room = torch.empty_like(parameter.data, dtype=dtype)
+        check_places({"a tensor of an optimizer": room})
+        return room
     return torch.empty(saved.size, dtype=dtype, device="cpu")
 
 
