@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from json import dumps
 from typing import Annotated, Any, cast
 
 import typer
@@ -55,9 +56,9 @@ def plan_job(
             work = options.of_log(job)
             with contextlib.suppress(ConfigError):  # of a job without a marker, the store may be unknown
                 store = job.store_url_of(job.lineage.newest)
-    result = plan(work, where, costs)
+    result, record = _computed(work, where, costs)
     if json:
-        print_json({"workload": _record(work), "deployment": where, "assumptions": costs} | as_json(result))
+        print_json(record)
         return
     out = console()
     out.print("\n".join(six_lines(work, where, result)), highlight=False, soft_wrap=True)
@@ -65,6 +66,24 @@ def plan_job(
         _print_all(work, where, costs, result, has_bills=_is_object_store(store, where))
     else:
         out.print("A model, not a measurement. --all prints the rest, and how it is computed.")
+
+
+def _computed(work: Workload, where: Deployment, costs: UnitCosts) -> tuple[Plan, dict[str, Any]]:
+    """Return the plan, and the same as JSON has it, with its inputs.
+
+    Raises:
+        ConfigError: a number is so large or small that a need is not a finite number.
+    """
+    try:
+        result = plan(work, where, costs)
+        record = {"workload": _record(work), "deployment": where, "assumptions": costs} | as_json(result)
+        dumps(as_json(record), allow_nan=False)
+    except (ValueError, OverflowError, ZeroDivisionError) as error:
+        raise ConfigError(
+            f"the needs of this job are not finite numbers ({error})",
+            hint="check the sizes, rates, times and assumptions: one is far too large or too small",
+        ) from None
+    return result, record
 
 
 def _record(work: Workload) -> dict[str, Any]:

@@ -24,11 +24,12 @@ from torchrec_stream_ckpt.util.units import parse_duration, parse_size
 EXAMPLE = '[{"rows": 40000000, "dim": 128, "optimizer": "rowwise_adagrad", "ids": 20, "zipf": 1.05, "count": 4}]'
 _MAX_FILE_BYTES = 16 * 2**20
 _MAX_TABLES = 100_000
+_MAX_ZIPF = 1e6
 _NUMBERS: dict[str, tuple[Any, float, float]] = {
     "rows": ((int, float), 1, 2**62),
     "dim": (int, 1, 2**62),
     "ids": ((int, float), 1e-9, inf),
-    "zipf": ((int, float), 0, inf),
+    "zipf": ((int, float), 0, _MAX_ZIPF),
     "count": (int, 1, _MAX_TABLES),
 }
 """Field of a table -> types, least and largest number."""
@@ -97,12 +98,12 @@ class PlanOptions:
 
     def deployment(self, kind: Log) -> Deployment:
         """Return the places and the retention, with a log of ``kind`` unless one is named."""
-        if self.then_every is not None and self.then_every.isdigit():
+        if self.then_every is not None and self.then_every.isdecimal():
             raise ConfigError("--then-every must be a time here, not a count", hint="write --then-every 1d")
         return Deployment(
             log=self.log or kind,
             replication=self.replication,
-            trim_s=None if self.trim_every == "never" else parse_duration(self.trim_every),
+            trim_s=None if self.trim_every == "never" else _positive("--trim-every", parse_duration(self.trim_every)),
             rebase=self.rebase,
             keep_all_s=None if self.keep_all_for == "ever" else parse_duration(self.keep_all_for),
             then_every_s=None if self.then_every is None else parse_duration(self.then_every),
@@ -128,7 +129,10 @@ class PlanOptions:
         job, loads = self.job(tables, 0.0), []
         for each in tables:
             drawn = (self.batch_size or 0) * _positive("--ids", _or(each.ids, self.ids))
-            zipf = ZipfTouched(each.spec.rows, drawn * job.steps_per_s, _or(each.zipf, self.zipf))
+            exponent = _or(each.zipf, self.zipf)
+            if not 0 <= exponent <= _MAX_ZIPF:
+                raise ConfigError(f"--zipf must be a number from 0 to {_MAX_ZIPF:g}, got {exponent}", hint="write 1.05")
+            zipf = ZipfTouched(each.spec.rows, drawn * job.steps_per_s, exponent)
             loads.append(TableLoad(each.spec, zipf, drawn))
         return dataclasses.replace(job, tables=tuple(loads))
 
@@ -204,7 +208,7 @@ def _planned_tables(options: PlanOptions) -> list[PlannedTable]:
     """
     tables, rows, dim = options.tables, options.rows, options.dim
     every = {"dtype": options.dtype, "optimizer": options.optimizer}
-    if tables is not None and not tables.isdigit():
+    if tables is not None and not tables.isdecimal():
         if rows is not None or dim is not None:
             raise ConfigError("the file contains rows and dim of each table", hint="omit --rows and --dim")
         return _read_tables(Path(tables), every)
