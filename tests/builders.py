@@ -12,7 +12,7 @@ import numpy as np
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Trim
 from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
-from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, events_frame_bytes, put_events
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.log.api import Ack, DataWriter
@@ -139,6 +139,13 @@ class Stream:
         seal(header, frame)
         self.frames.append(bytes(frame))
         return self.frames[-1]
+
+    def events(self, table: int, rows: np.ndarray, raw_ids: np.ndarray, kind: int) -> bytes:
+        """Id events of one kind."""
+        header = Header(Kind.IDS, self.job, self.generation, table=table, marker=self.filling)
+        memory = np.zeros(events_frame_bytes(len(rows)), np.uint8)
+        put_events(header, memory, rows, raw_ids, kind)
+        return self._add(header, bytearray(memory))
 
     def items(self, ids: Iterable[int], value: float = 0.0) -> bytes:
         """Rows of table 0, which has no optimizer state."""

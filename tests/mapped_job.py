@@ -15,7 +15,7 @@ from tests.builders import JOB
 from tests.synthetic import Job
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
-from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
+from torchrec_stream_ckpt.format.rows import ASSIGNED, EVICTED, NUMPY_DTYPES
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.layout import dense_name
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
@@ -46,6 +46,8 @@ class MappedJob(Job):
     weights: dict[str, np.ndarray] = field(default_factory=dict)
     at: dict[MarkerId, tuple[dict[str, np.ndarray], dict[str, np.ndarray]]] = field(default_factory=dict)
     """Owners and weights at each marker."""
+    sent: dict[str, np.ndarray] = field(default_factory=dict)
+    """(``announces`` has ids) Raw id of each row by the events of this generation."""
 
     def begin(self, parent: MarkerId | None = None, **more: object) -> None:
         if parent is not None:
@@ -56,6 +58,7 @@ class MappedJob(Job):
             self.weights = {
                 table.name: np.zeros((table.rows, table.dim), NUMPY_DTYPES[table.dtype]) for table in self.schema.tables
             }
+        self.sent = {name: np.full_like(owners, FREE) for name, owners in self.owners.items()}
         super().begin(parent, **more)  # type: ignore[arg-type]
 
     def note(self, shard: TableShard, arrays: Sequence[np.ndarray]) -> None:
@@ -99,6 +102,8 @@ class MappedJob(Job):
         self.flush()
 
     def commit(self, **more: object) -> Commit:
+        if self.announces is not None:
+            self._send_events()
         marker = MarkerId(self.generation, self.marker + 1)
         name = dense_name(JOB, marker)
         folder = self.root / name
@@ -123,6 +128,20 @@ class MappedJob(Job):
             for table, rows in self.weights.items()
         }
         return commit
+
+    def _send_events(self) -> None:
+        """Say what has changed in the id maps, as trainers do: raw ids that have lost their rows first."""
+        for stream in self.streams:
+            for shard in stream.shards:
+                name, rows = self.schema.tables[shard.table].name, np.arange(shard.row0, shard.row0 + shard.rows)
+                if name in self.owners:
+                    now, sent = self.owners[name], self.sent[name]
+                    lost = rows[(sent[rows] != FREE) & (sent[rows] != now[rows])]
+                    got = rows[(now[rows] != FREE) & (sent[rows] != now[rows])]
+                    stream.events(shard.table, lost, sent[lost], EVICTED)
+                    stream.events(shard.table, got, now[got], ASSIGNED)
+        self.sent = {name: owners.copy() for name, owners in self.owners.items()}
+        self.flush()
 
     def _map(self, table: str, row0: int, rows: int) -> dict[str, np.ndarray]:
         ids = self.owners[table][row0 : row0 + rows]

@@ -59,6 +59,8 @@ class Job:
     layouts: bool = True
     """Whether CLAIMs say which shards each rank holds."""
     claims: dict[int, Claim] = field(default_factory=dict)
+    announces: tuple[str, ...] | None = None
+    """Features that CLAIMs announce."""
     _writers: dict[tuple[int, int], DataWriter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -107,6 +109,7 @@ class Job:
             swept=swept,
             layout=self.layout() if self.layouts else None,
             changes=changes,
+            announces=self.announces,
         )
         claim = brief(claim, self.claims)
         self.claims[self.generation] = claim

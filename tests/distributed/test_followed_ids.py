@@ -7,6 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests import ranks
 from tests.collided import TABLES, attach, job, ranks_of
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
+from torchrec_stream_ckpt.extras.follower import tables as tables_module
 
 pytestmark = pytest.mark.distributed
 
@@ -61,6 +63,9 @@ def _train_and_follow(uri: str, begin: int, steps: int) -> int:
     rank, world = dist.get_rank(), dist.get_world_size()
     each = job()
     tables = FollowedTables(follow(uri), input_hash_sizes=SIZES) if rank == 0 else None
+    read_id_maps = tables_module.read_id_maps
+    whole = Mock(wraps=read_id_maps)
+    tables_module.read_id_maps = whole
     answers: set[str] = set()
     ended, lost = threading.Event(), 0
     pool, reader = ThreadPoolExecutor(1), None
@@ -83,7 +88,9 @@ def _train_and_follow(uri: str, begin: int, steps: int) -> int:
                     reader = reader or pool.submit(_hammer, tables, ended)
     finally:
         ended.set()
+        tables_module.read_id_maps = read_id_maps
     if tables is not None:
+        assert whole.call_count == 1  # the load; from there on the stream says what changes
         assert reader is not None
         seen = reader.result(60)
         assert len(answers) == steps

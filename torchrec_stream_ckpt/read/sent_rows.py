@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from torchrec_stream_ckpt.find.route import Route
-from torchrec_stream_ckpt.format.frame import Header
-from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.frame import Header, Kind
+from torchrec_stream_ckpt.format.rows import IdEvents, RowsView, decode_events
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.maintain.fold import IntervalFrames
@@ -47,9 +47,11 @@ class SentRows:
         self._reports: dict[int, RankReport] = {}
         """Report of each rank at the marker, without its shards."""
         self._held: list[_Frame] = []
+        self.id_events: list[tuple[Header, IdEvents]] = []
+        """Id events of the route, with their headers, in the order of each rank's stream."""
         route.check(log)
         held_bytes = 0
-        for header, view in self._frames():
+        for header, view in self._frames(self.id_events):
             held_bytes += header.payload_len
             if held_bytes <= HELD_BYTES:
                 self._held.append((header, _copied(view)))
@@ -99,13 +101,20 @@ class SentRows:
             num_bytes += header.payload_len
         yield batch
 
-    def _frames(self) -> Iterator[_Frame]:
-        """Yield frames with rows, after they were checked. They are valid until the next one is requested."""
+    def _frames(self, events: list[tuple[Header, IdEvents]] | None = None) -> Iterator[_Frame]:
+        """Yield frames with rows, after they were checked. They are valid until the next one is requested.
+
+        Args:
+            events: Gets the id events of the frames without rows; None if they are not wanted.
+        """
         for interval in self._route.intervals:
             frames = IntervalFrames(self._log, interval, ())
-            for header, _, view in frames:
+            for header, payload, view in frames:
                 if view is not None:
                     yield header, view
+                elif header.kind is Kind.IDS and events is not None:
+                    copy = memoryview(bytes(payload))
+                    events.append((header, decode_events(header, copy, interval.claim.schema.tables)))
                 self._between()
             if interval.commit.id == self._route.marker:
                 self._reports[interval.end.rank] = RankReport((), frames.mark.proof)

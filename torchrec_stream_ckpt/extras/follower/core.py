@@ -7,7 +7,7 @@ import logging
 import re
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,9 @@ from torchrec_stream_ckpt.extras.follower.tail import Tail
 from torchrec_stream_ckpt.extras.follower.updates import Changed, ChangedIds, Update, UpdateKind
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.end_note import Outcome
+from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rows import IdEvents
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import WeightProof
 from torchrec_stream_ckpt.util.options import Options
@@ -350,7 +352,8 @@ class Follower:
                     why = error.headline
                     continue
                 update = self._update(UpdateKind.MARKER, target, schema, given.changes, proof=given.proof)
-                yield replace(update, whole=partial(self._whole, lineage, target, schema))
+                ids = self._changed_ids(schema, given.ids) if given.ids is not None else None
+                yield replace(update, whole=partial(self._whole, lineage, target, schema), ids=ids)
                 return ""
         return why
 
@@ -400,13 +403,17 @@ class Follower:
 
         if not self._tail.has_read:
             return None
-        ids = tuple(
-            ChangedIds(schema.tables[header.table], header.rank, header.seq, events)
-            for header, events in self._tail.id_events
+        newer = self._holds_newer(at, schema)
+        update = self._update(UpdateKind.ROWS, at, schema, changes, is_provisional=newer)
+        return replace(update, ids=self._changed_ids(schema, self._tail.id_events))
+
+    def _changed_ids(self, schema: Schema, events: Iterable[tuple[Header, IdEvents]]) -> tuple[ChangedIds, ...]:
+        """Return the id events of wanted tables."""
+        return tuple(
+            ChangedIds(schema.tables[header.table], header.rank, header.seq, each)
+            for header, each in events
             if self._source.wants(schema.tables[header.table])
         )
-        newer = self._holds_newer(at, schema)
-        return replace(self._update(UpdateKind.ROWS, at, schema, changes, is_provisional=newer), ids=ids)
 
     def _holds_newer(self, commit: Commit, schema: Schema) -> bool:
         """Return whether the tail has handed out rows of wanted tables that are newer than a marker."""

@@ -18,8 +18,9 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.extras.follower.serving import decode, decoded_table, is_served
 from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.format.rows import IdEvents, RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import (
     Catalog,
@@ -51,6 +52,8 @@ class Delivered:
     """The marker's proof of its weights; None if it has none."""
     older: Callable[[], Iterator[WeightProof]] = lambda: iter(())
     """(all rows) Proofs of older markers, for weights that were not sent or proved since."""
+    ids: Sequence[tuple[Header, IdEvents]] | None = None
+    """(changes of one generation, from the log) Its id events, with their headers; None if they are unknown."""
 
 
 class _PlaceOfRows(Protocol):
@@ -225,7 +228,8 @@ class FollowedJob:
         """
         if not stored:
             logged = MarkerRows.from_log(self.job.log, lineage, commit.id, start, self.between)
-            yield Delivered(partial(self.sent, logged), logged.proof)
+            knows_ids = start.generation == commit.generation and lineage.claims[commit.generation].has_id_events
+            yield Delivered(partial(self.sent, logged), logged.proof, ids=logged.id_events if knows_ids else None)
             return
         with self._open(lineage, commit, self.objects(commit), start) as rows:
             yield Delivered(partial(self.sent, rows), rows.proof)

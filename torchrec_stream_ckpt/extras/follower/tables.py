@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,9 +24,9 @@ from torchrec_stream_ckpt.extras.follower.core import Follower
 from torchrec_stream_ckpt.extras.follower.replica import INTERRUPTED, Comparisons, Replica, read_rows
 from torchrec_stream_ckpt.extras.follower.updates import Changed, ChangedIds, Update
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
-from torchrec_stream_ckpt.extras.interchange.id_map import RawIdMap, read_id_maps
+from torchrec_stream_ckpt.extras.interchange.id_map import IdChanges, RawIdMap, read_id_maps
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
-from torchrec_stream_ckpt.format.rows import Array
+from torchrec_stream_ckpt.format.rows import NO_ID, Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Compared, Plane, WeightProof
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
@@ -83,8 +83,9 @@ class FollowedTables(Replica):
             interpreter to 0.5 ms, if it is longer.
         input_hash_sizes: Tables with managed collision that :meth:`lookup` answers for, by ``TableSpec.name``, and
             ``input_hash_size`` of their modules: it decides which row an unknown raw id has, and is not in a marker.
-            Their id maps are read from the dense state of a marker. In ``rows`` mode, the stream changes them between
-            markers; that requires a trainer that sends these changes. Requires whole tables, and no slices.
+            Their id maps are read from the dense state of a marker when all rows are loaded. From there on the stream
+            says what changes; ``rows`` mode requires a trainer that sends these changes, and in ``markers`` mode the
+            maps of any other one are read at each marker. Requires whole tables, and no slices.
 
     Raises:
         ConfigError: the options contradict each other.
@@ -117,9 +118,11 @@ class FollowedTables(Replica):
         self._maps: dict[str, RawIdMap] = {}
         """Id maps of the applied marker."""
         self._next_maps: dict[str, RawIdMap] = {}
-        """Id maps of the update that is being applied."""
+        """Id maps of the update that is being applied, without its id events."""
+        self._id_changes: dict[str, IdChanges] = {}
+        """Id events of the update that is being applied."""
         self._map_seqs: dict[int, int] = {}
-        """(``rows`` mode) Last frame of id events that the applied maps have, by rank, since they were read."""
+        """Last frame of id events that the applied maps have, by rank, since they were read."""
         self._into = dict(into) if into is not None else None
         self._shard = shard
         self._device = torch.device(device)
@@ -168,8 +171,9 @@ class FollowedTables(Replica):
             A copy, shape (n, dim), on the device of the table.
 
         Raises:
-            ConfigError: the table is not one of ``input_hash_sizes``, these are not such ids, or one of them is sent to
-                a shard without rows, where TorchRec fails, too.
+            ConfigError: the table is not one of ``input_hash_sizes``; these are not such ids; one of them is sent to a
+                shard without rows, where TorchRec fails, too; or one is the greatest int64, TorchRec's mark of a free
+                row, and it is not known which one TorchRec looks up (in ``rows`` mode it never is).
             ReplicaNotReadyError: as :meth:`reading`.
         """
         if table not in self._input_hash_sizes:
@@ -183,6 +187,12 @@ class FollowedTables(Replica):
                 f"raw ids are {raw_ids.dtype} {tuple(raw_ids.shape)}", hint="give int64 of shape (n,)", table=table
             )
         wanted = raw_ids.cpu().numpy()
+        if self._follower.mode == "rows" and (wanted == NO_ID).any():
+            raise ConfigError(
+                f"raw id {NO_ID} is TorchRec's mark of free rows, and between markers it is not known which are free",
+                hint="omit it, or follow with mode='markers'",
+                table=table,
+            )
         with self.reading() as served, torch.no_grad():
             weights = served.tables[table]
             rows = torch.from_numpy(self._maps[table].rows_of(wanted))
@@ -215,11 +225,11 @@ class FollowedTables(Replica):
             self._next_maps = self._maps_for(update)
 
     def _maps_for(self, update: Update) -> dict[str, RawIdMap]:
-        """Return the id maps after an update: of its marker, or changed by the stream.
+        """Return the id maps of an update's marker, or those that the stream changes (``_id_changes``).
 
         Raises:
             UnsupportedError: (``rows`` mode) the stream does not say how the maps change.
-            CorruptionError: (``rows`` mode) its id events contradict the maps. The next update loads a marker.
+            CorruptionError: its id events contradict the maps. The next update loads a marker.
             ConfigError, SchemaMismatchError, CorruptionError, StoreUnavailableError: as :func:`read_id_maps` and
                 :meth:`Update.dense`.
         """
@@ -229,8 +239,10 @@ class FollowedTables(Replica):
                 hint="follow with mode='markers', or restart the trainer with this version",
                 marker=update.marker,
             )
+        self._id_changes = {}
         if update.ids is not None:
-            return self._changed_maps(update.ids)
+            self._id_changes = self._planned(update.ids)
+            return self._maps
         followed = {table.name for _, table in update.schema.live if self._follower.wants(table)}
         unknown = sorted(self._input_hash_sizes.keys() - followed)
         if unknown:
@@ -241,23 +253,28 @@ class FollowedTables(Replica):
             )
         return read_id_maps(update.dense(), self._input_hash_sizes, len(update.commit.ranks))
 
-    def _changed_maps(self, changes: Iterable[ChangedIds]) -> dict[str, RawIdMap]:
-        """Apply id events, except those that the maps have from an update that is handed out again."""
-        maps = dict(self._maps)
+    def _planned(self, changes: Sequence[ChangedIds]) -> dict[str, IdChanges]:
+        """Return the effect of id events by table, without those that the maps have from an update that is handed out
+        again."""
+        new = [each for each in changes if each.seq > self._map_seqs.get(each.rank, -1)]
         try:
-            for each in changes:
-                if each.table.name in maps and each.seq > self._map_seqs.get(each.rank, -1):
-                    maps[each.table.name] = maps[each.table.name].after(each.rank, each.events, each.table.name)
+            return {
+                name: held.after([(each.rank, each.events) for each in new if each.table.name == name], name)
+                for name, held in self._maps.items()
+            }
         except CorruptionError as error:
             self._follower.load_anew(f"id events contradict the id map: {error.headline}")
             raise
-        return maps
 
     def _settle(self, update: Update, compared: Comparisons) -> None:
         self._maps = self._next_maps
+        for name, changes in self._id_changes.items():
+            self._maps[name].apply(changes)
+        self._id_changes = {}
         if update.ids is None:
             self._map_seqs.clear()
-        self._map_seqs |= {each.rank: each.seq for each in update.ids or ()}
+        for each in update.ids or ():
+            self._map_seqs[each.rank] = max(each.seq, self._map_seqs.get(each.rank, -1))
         super()._settle(update, compared)
 
     def _apply(self, update: Update) -> None:

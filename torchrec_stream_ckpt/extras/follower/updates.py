@@ -95,8 +95,8 @@ class Update:
     """(MARKER) Returns all columns of some rows, by table name, as the marker has them. They are read as those of a
     load, so it is meant for few markers. Call it, and expect errors, as for :attr:`changes`."""
     ids: tuple[ChangedIds, ...] | None = None
-    """(``rows`` mode) Changes of id maps since the last update, in order, to be applied together with the rows. None if
-    the maps are those of the marker, in its dense state."""
+    """Changes of id maps since the last update, in order, to be applied together with the rows. None if they are not
+    known: the maps are those of the marker, in its dense state."""
     preview: Callable[[], Iterator[Changed]] = lambda: iter(())
     """Returns the same rows as :attr:`changes`, for a look ahead: they are not counted as handed out."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,106 +29,212 @@ def shards_of(raw_ids: Ids, input_hash_size: int, shards: int) -> Ids:
     return np.where(numbers < np.uint64(block * shards), numbers // np.uint64(block), dealt).astype(np.int64)
 
 
-@dataclass(frozen=True, slots=True)
-class RawIdMap:
-    """The id map of one table: a sorted map for each of its shards, in the order of their rows."""
+class _RowsById:
+    """Raw id -> row, in a hash table with open addressing. A change costs the same whatever the number of ids.
 
-    input_hash_size: int
-    shards: tuple[tuple[Ids, Ids], ...]
-    """(raw ids, rows). A shard has all of its rows; free ones share the greatest int64 as raw id. The last shards may
-    have no rows."""
+    Args:
+        ids: Raw ids, each once, without :data:`NO_ID`.
+        rows: Their rows.
+    """
+
+    def __init__(self, ids: Ids, rows: Ids) -> None:
+        self._fill(ids, rows, len(ids))
+
+    def find(self, ids: Ids) -> Ids:
+        """Return the row of each raw id; -1 for unknown ones, and for :data:`NO_ID`."""
+        return self._rows[self._places(ids)]
+
+    def put(self, ids: Ids, rows: Ids) -> None:
+        """Set the rows of raw ids, each given once; -1 forgets one."""
+        if 3 * (self._used + len(ids)) > 2 * len(self._ids):
+            live = np.flatnonzero(self._rows >= 0)
+            self._fill(self._ids[live], self._rows[live], len(live) + len(ids))
+        left = np.arange(len(ids))
+        while len(left):
+            places = self._places(ids[left])
+            fresh = self._ids[places] == NO_ID
+            self._ids[places[fresh]] = ids[left[fresh]]  # of several in one place, one remains
+            mine = self._ids[places] == ids[left]
+            self._used += int(np.count_nonzero(fresh & mine))
+            self._rows[places[mine]] = rows[left[mine]]
+            left = left[~mine]
+
+    def _fill(self, ids: Ids, rows: Ids, room: int) -> None:
+        self._shift = np.uint64(64 - max(4, (2 * room).bit_length()))
+        size = 1 << (64 - int(self._shift))
+        self._ids = np.full(size, NO_ID, np.int64)
+        self._rows = np.full(size, -1, np.int64)
+        self._used = 0
+        """Places with a raw id, also a forgotten one."""
+        self.put(ids, rows)
+
+    def _places(self, ids: Ids) -> Ids:
+        """Return the place of each raw id: that which has it, or the empty one where it would be put."""
+        numbers = ids.astype(np.uint64)
+        numbers ^= numbers >> np.uint64(32)
+        places = (numbers * np.uint64(0x9E3779B97F4A7C15) >> self._shift).astype(np.int64)
+        open_ = np.arange(len(ids))
+        while len(open_):
+            found = self._ids[places[open_]]
+            open_ = open_[(found != ids[open_]) & (found != NO_ID)]
+            places[open_] = (places[open_] + 1) % len(self._ids)
+        return places
+
+
+@dataclass(frozen=True, slots=True)
+class IdChanges:
+    """Effect of events on a :class:`RawIdMap`: each raw id and each row once, as it is after all of them."""
+
+    raw_ids: Ids
+    rows_of_ids: Ids
+    """-1 for a raw id that has no row any more."""
+    rows: Ids
+    ids_of_rows: Ids
+    """:data:`NO_ID` for a row that is free."""
+
+
+class RawIdMap:
+    """The id map of one table over all of its shards.
+
+    Holds 40 to 72 bytes per raw id and row. A change of the map costs the same whatever its size.
+
+    Args:
+        input_hash_size: As of ``MCHManagedCollisionModule``.
+        shards: (raw ids, rows) of each shard, in the order of their rows. A shard has all of its rows; free ones share
+            :data:`NO_ID`, in TorchRec's order. The last shards may have no rows.
+        table: The table, for errors.
+
+    Raises:
+        ConfigError: raw ids contradict the hash size.
+    """
+
+    def __init__(self, input_hash_size: int, shards: Sequence[tuple[Ids, Ids]], table: str = "") -> None:
+        self._size = input_hash_size
+        self._first = np.array([rows.min() if len(rows) else 0 for _, rows in shards], np.int64)
+        self._last = np.array([rows.max() if len(rows) else -1 for _, rows in shards], np.int64)
+        ids, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
+        numbers = np.repeat(np.arange(len(shards)), [len(part) for part, _ in shards])
+        used = ids != NO_ID
+        self._check_shards(ids[used], numbers[used], table)
+        self._owners = np.full(int(self._last.max()) + 1, NO_ID, np.int64)
+        """Raw id of each row."""
+        self._owners[rows] = ids
+        self._rows = _RowsById(ids[used], rows[used])
+        self._free: list[Ids | None] = [part[raw_ids == NO_ID] for raw_ids, part in shards]
+        """Rows of each shard that were free at first. TorchRec keeps their order. None if rows have become free."""
 
     def rows_of(self, raw_ids: Ids) -> Ids:
         """Return the row of each raw id. An unknown one has the last row of the shard that it is sent to.
 
+        The greatest int64 has the first free row of its shard, as in TorchRec, where that is its mark of free rows.
+
         Raises:
-            ConfigError: a raw id is sent to a shard without rows, where TorchRec fails, too.
+            ConfigError: a raw id is sent to a shard without rows, where TorchRec fails, too; or it is the greatest
+                int64, and the order of free rows is not known.
         """
-        rows = np.empty(len(raw_ids), np.int64)
-        for number, (mine, (ids, places)) in enumerate(zip(self._mine(raw_ids), self.shards, strict=True)):
-            wanted = raw_ids[mine]
-            if not len(ids):
-                if len(wanted):
-                    raise ConfigError(
-                        f"raw id {wanted[0]} is sent to shard {number} of {len(self.shards)}, which has no rows: "
-                        "TorchRec cannot look it up",
-                        hint="look up only raw ids that the trainer can train",
-                    )
-                continue
-            found = np.searchsorted(ids[:-1], wanted)
-            rows[mine] = np.where(ids[found] == wanted, places[found], places.max())
+        shards = shards_of(raw_ids, self._size, len(self._last))
+        if (lost := self._last[shards] < 0).any():
+            place = int(np.argmax(lost))
+            raise ConfigError(
+                f"raw id {raw_ids[place]} is sent to shard {shards[place]} of {len(self._last)}, which has no rows: "
+                "TorchRec cannot look it up",
+                hint="look up only raw ids that the trainer can train",
+            )
+        rows = self._rows.find(raw_ids)
+        rows = np.where(rows >= 0, rows, self._last[shards])
+        if (marks := raw_ids == NO_ID).any():
+            rows[marks] = self._first_free(int(shards[int(np.argmax(marks))]))
         return rows
 
-    def after(self, shard: int, events: IdEvents, table: str) -> RawIdMap:
-        """Return the map after some events of one shard.
+    def after(self, frames: Sequence[tuple[int, IdEvents]], table: str) -> IdChanges:
+        """Return what events change; this map stays as it is.
 
         Args:
-            shard: Its number.
-            events: The events, in order.
+            frames: (number of the shard, events of one of its frames), in order.
             table: The table, for errors.
 
         Raises:
             CorruptionError: the events contradict this map: a raw id loses a row that it does not have, or gets a row
                 that is not free, or has one already.
+            ConfigError: a raw id contradicts the hash size.
         """
-        if shard >= len(self.shards):
-            raise CorruptionError(f"events of shard {shard}, but the id map has {len(self.shards)}", table=table)
-        ids, places = self.shards[shard]
-        edges = np.flatnonzero(np.diff(events.kinds)) + 1
-        for rows, raw_ids, kinds in zip(
-            *(np.split(each, edges) for each in (events.rows, events.raw_ids, events.kinds)), strict=True
-        ):
-            if len(rows):
-                change = _give_rows if kinds[0] == ASSIGNED else _free_rows
-                ids, places = change(ids, places, rows, raw_ids, table)
-        return replace(self, shards=(*self.shards[:shard], (ids, places), *self.shards[shard + 1 :]))
-
-    def strangers(self) -> int:
-        """Count raw ids that the hash size sends to another shard than the one that has them."""
-        return sum(
-            int(np.count_nonzero(shards_of(ids[ids != NO_ID], self.input_hash_size, len(self.shards)) != number))
-            for number, (ids, _) in enumerate(self.shards)
+        nothing = np.empty(0, np.int64)
+        shards = np.concatenate([nothing, *(np.full(len(each.rows), shard) for shard, each in frames)])
+        rows = np.concatenate([nothing, *(each.rows for _, each in frames)])
+        raw_ids = np.concatenate([nothing, *(each.raw_ids for _, each in frames)])
+        gets = np.concatenate([nothing, *(each.kinds for _, each in frames)]) == ASSIGNED
+        if len(shards) and shards.max() >= len(self._last):
+            raise CorruptionError(f"events of shard {shards.max()}, but the id map has {len(self._last)}", table=table)
+        fits = (self._first[shards] <= rows) & (rows <= self._last[shards])
+        owners = self._owners[np.where(fits, rows, 0)]
+        owners, last_of_row = _before(rows, np.where(gets, raw_ids, NO_ID), owners)
+        held, last_of_id = _before(raw_ids, np.where(gets, rows, -1), self._rows.find(raw_ids))
+        fits &= np.where(gets, (owners == NO_ID) & (held < 0), owners == raw_ids)
+        if not fits.all():
+            place = int(np.argmin(fits))
+            row, raw_id = int(rows[place]), int(raw_ids[place])
+            if gets[place]:
+                what = f"raw id {raw_id} gets row {row}, which is not free, or has another one"
+            else:
+                what = f"raw id {raw_id} loses row {row}, which it does not have"
+            raise CorruptionError(what, table=table)
+        self._check_shards(raw_ids, shards, table)
+        return IdChanges(
+            raw_ids[last_of_id],
+            np.where(gets, rows, -1)[last_of_id],
+            rows[last_of_row],
+            np.where(gets, raw_ids, NO_ID)[last_of_row],
         )
 
-    def _mine(self, raw_ids: Ids) -> Iterator[Ids]:
-        shards = shards_of(raw_ids, self.input_hash_size, len(self.shards))
-        for number in range(len(self.shards)):
-            yield np.flatnonzero(shards == number)
+    def apply(self, changes: IdChanges) -> None:
+        """Make changes of :meth:`after`. Nobody may read the map meanwhile."""
+        self._owners[changes.rows] = changes.ids_of_rows
+        self._rows.put(changes.raw_ids, changes.rows_of_ids)
+        freed = changes.rows[changes.ids_of_rows == NO_ID]
+        for shard in np.flatnonzero(self._last >= 0).tolist() if len(freed) else ():
+            if ((self._first[shard] <= freed) & (freed <= self._last[shard])).any():
+                self._free[shard] = None
+
+    def pairs(self) -> dict[int, int]:
+        """Return the row of each raw id."""
+        rows = np.flatnonzero(self._owners != NO_ID)
+        return dict(zip(self._owners[rows].tolist(), rows.tolist(), strict=True))
+
+    def _first_free(self, shard: int) -> int:
+        free = self._free[shard]
+        if free is None:
+            raise ConfigError(
+                f"raw id {NO_ID} is TorchRec's mark of free rows, and it is not known which of them TorchRec looks up",
+                hint="look up other raw ids",
+            )
+        taken = self._owners[free] != NO_ID
+        return int(free[np.argmin(taken)]) if not taken.all() else int(self._last[shard])
+
+    def _check_shards(self, raw_ids: Ids, shards: Ids, table: str) -> None:
+        world = len(self._last)
+        if strangers := int(np.count_nonzero(shards_of(raw_ids, self._size, world) != shards)):
+            raise ConfigError(
+                f"input_hash_size {self._size} sends {strangers} raw ids of the marker to another of its "
+                f"{world} shards than the one that has them",
+                hint="give the input_hash_size of the trainer's MCHManagedCollisionModule",
+                table=table,
+            )
 
 
-def _free_rows(ids: Ids, places: Ids, rows: Ids, raw_ids: Ids, table: str) -> tuple[Ids, Ids]:
-    """Free these rows of a sorted map."""
-    at = np.minimum(np.searchsorted(ids, raw_ids), max(0, len(ids) - 1))
-    fits = (ids[at] == raw_ids) & (places[at] == rows) if len(ids) else np.zeros(len(rows), bool)
-    if not fits.all() or len(np.unique(at)) < len(at):
-        row, raw_id = _first(rows, raw_ids, ~fits)
-        raise CorruptionError(f"raw id {raw_id} loses row {row}, which it does not have", table=table)
-    free = np.full(len(rows), NO_ID, np.int64)
-    return np.concatenate([np.delete(ids, at), free]), np.concatenate([np.delete(places, at), rows])
+def _before(keys: Ids, after: Ids, first: Ids) -> tuple[Ids, npt.NDArray[np.bool_]]:
+    """Return the value that each key has before each of some events, and which event is the last one of its key.
 
-
-def _give_rows(ids: Ids, places: Ids, rows: Ids, raw_ids: Ids, table: str) -> tuple[Ids, Ids]:
-    """Give free rows of a sorted map to these raw ids."""
-    used = int(np.searchsorted(ids, NO_ID))
-    order = np.argsort(raw_ids, kind="stable")
-    rows, raw_ids = rows[order], raw_ids[order]
-    at = np.searchsorted(ids[:used], raw_ids)
-    known = np.append(ids[:used], NO_ID)[at] == raw_ids
-    fits = np.isin(rows, places[used:]) & ~known
-    if not fits.all() or len(np.unique(rows)) < len(rows) or (raw_ids[1:] == raw_ids[:-1]).any():
-        row, raw_id = _first(rows, raw_ids, ~fits)
-        raise CorruptionError(f"raw id {raw_id} gets row {row}, which is not free, or has another one", table=table)
-    free = places[used:][~np.isin(places[used:], rows)]
-    return (
-        np.concatenate([np.insert(ids[:used], at, raw_ids), np.full(len(free), NO_ID, np.int64)]),
-        np.concatenate([np.insert(places[:used], at, rows), free]),
-    )
-
-
-def _first(rows: Ids, raw_ids: Ids, bad: npt.NDArray[np.bool_]) -> tuple[int, int]:
-    """Return the first contradicting pair; the first pair if one occurs twice."""
-    place = int(np.argmax(bad))
-    return int(rows[place]), int(raw_ids[place])
+    Args:
+        keys: Key of each event, in order.
+        after: Value that the key has after the event.
+        first: Value that the key has before all events.
+    """
+    order = np.argsort(keys, kind="stable")
+    again = np.append(False, keys[order][1:] == keys[order][:-1])[: len(keys)]
+    before, is_last = np.empty_like(first), np.empty(len(keys), np.bool_)
+    before[order] = np.where(again, np.roll(after[order], 1), first[order])
+    is_last[order] = ~np.append(again[1:], False)[: len(keys)]
+    return before, is_last
 
 
 def read_raw_ids(folder: Path) -> dict[str, Ids]:
@@ -146,12 +252,8 @@ def read_raw_ids(folder: Path) -> dict[str, Ids]:
     owners = {}
     for table, shards in _read_shards(folder).items():
         ids, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
-        found = np.full(len(rows), NO_ID, np.int64)
-        used = np.sort(ids[ids != NO_ID])
-        if not np.array_equal(np.sort(rows), np.arange(len(rows))) or (used[1:] == used[:-1]).any():
-            raise CorruptionError("the id maps of the marker give a row or a raw id twice", table=table)
-        found[rows] = ids
-        owners[table] = found
+        owners[table] = np.full(len(rows), NO_ID, np.int64)
+        owners[table][rows] = ids
     return owners
 
 
@@ -176,6 +278,10 @@ def _read_shards(folder: Path, tables: Iterable[str] | None = None) -> dict[str,
         values = read_entries(reader, metadata, [each for pair in entries for each in pair])
         shards = [(values[ids].numpy(), values[rows].numpy()) for ids, rows in entries]
         found[table] = [each for each in shards if len(each[0])] or shards[:1]
+        raw_ids, rows = (np.concatenate(parts) for parts in zip(*found[table], strict=True))
+        used = np.sort(raw_ids[raw_ids != NO_ID])
+        if not np.array_equal(np.sort(rows), np.arange(len(rows))) or (used[1:] == used[:-1]).any():
+            raise CorruptionError("the id maps of the marker give a row or a raw id twice", table=table)
     return found
 
 
@@ -189,18 +295,11 @@ def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int], world: int) 
 
     Raises:
         SchemaMismatchError: the marker has no id map of a table.
+        CorruptionError: a map gives a row or a raw id twice.
         ConfigError: its raw ids contradict the hash size.
     """
-    maps = {}
     nothing = np.empty(0, np.int64), np.empty(0, np.int64)
-    for table, shards in _read_shards(folder, input_hash_sizes).items():
-        size = input_hash_sizes[table]
-        maps[table] = RawIdMap(size, (*shards, *(nothing for _ in range(world - len(shards)))))
-        if strangers := maps[table].strangers():
-            raise ConfigError(
-                f"input_hash_size {size} sends {strangers} raw ids of the marker to another of its "
-                f"{world} shards than the one that has them",
-                hint="give the input_hash_size of the trainer's MCHManagedCollisionModule",
-                table=table,
-            )
-    return maps
+    return {
+        table: RawIdMap(input_hash_sizes[table], (*shards, *(nothing for _ in range(world - len(shards)))), table)
+        for table, shards in _read_shards(folder, input_hash_sizes).items()
+    }
