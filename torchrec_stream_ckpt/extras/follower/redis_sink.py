@@ -233,7 +233,12 @@ class RedisSink:
             try:
                 answers = pipe.execute()
             except self._errors.WatchError:
-                raise self._fenced() from None
+                # The client also raises it if the connection broke. Whether the transaction ran is then unknown.
+                owner = self._client.get(self._feed)
+                if owner is not None and owner != self._me:
+                    raise self._fenced() from None
+                self._has_claimed = owner is not None
+                raise self._lost() from None
         self._batches = 0 if begins is not None else self._batches + 1
         if begins is None and answers[-1] != self._batches:
             raise self._lost()
@@ -245,8 +250,8 @@ class RedisSink:
 
     def _lost(self) -> SinkUnavailableError:
         return SinkUnavailableError(
-            "Redis has lost rows that were written to it",
-            hint="nothing to do now: all rows are written again; appendonly yes keeps them over a restart",
+            "Redis has restarted, or has lost rows that were written to it",
+            hint="nothing to do now: they are written again; appendonly yes keeps them over a restart",
             sink=self._url,
         )
 
