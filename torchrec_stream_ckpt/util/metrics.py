@@ -141,6 +141,7 @@ FOLLOWER_METRICS: Mapping[str, Metric] = {
     "markers": Metric(f"{_REPLICA}_markers_total", "Markers applied.", "counter"),
     "rows": Metric(f"{_REPLICA}_rows_total", "Row records read.", "counter"),
     "age_s": Metric(f"{_REPLICA}_age_seconds", "Since the applied marker was committed, by the trainer's wall clock."),
+    "lag_s": Metric(f"{_REPLICA}_lag_seconds", "By which it was committed before the newest marker."),
     "generation": Metric(f"{_REPLICA}_generation", "Generation of the applied marker. 0 before the first."),
     "marker": Metric(f"{_REPLICA}_marker", "Number of that marker in its generation."),
     "newest_generation": Metric(

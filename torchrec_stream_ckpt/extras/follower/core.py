@@ -256,7 +256,9 @@ class Follower:
 
     def _round(self) -> Iterator[Update]:
         lineage = self._source.look()
+        newest = lineage.newest
         self.stats.ended, self.stats.newest = lineage.ended, lineage.commits.newest
+        self.stats.newest_s = newest.time_s if newest is not None else 0.0
         if self._resume and lineage.claims:
             self._take_up(lineage)
         if self._tail is not None and self._at is not None and not self._anew and self._tail.is_over(lineage):

@@ -29,6 +29,8 @@ class FollowStats:
     """When that marker was committed, by the trainer's wall clock."""
     newest: MarkerId | None = None
     """The newest committed marker, as of the last look."""
+    newest_s: float = 0.0
+    """When it was committed, by the trainer's wall clock."""
     rows: int = 0
     """Number of row records handed out."""
     tombstones: int = 0
@@ -68,6 +70,14 @@ class FollowStats:
     def age_s(self) -> float:
         """Seconds since the applied marker was committed; readers see no older data. Infinite without a marker."""
         return max(0.0, time.time() - self.committed_s) if self.marker is not None else float("inf")
+
+    @property
+    def lag_s(self) -> float:
+        """Seconds by which the applied marker was committed before the newest one. 0 if they are the same; infinite
+        without an applied marker."""
+        if self.marker is None:
+            return float("inf")
+        return max(0.0, self.newest_s - self.committed_s) if self.newest != self.marker else 0.0
 
     @property
     def rows_per_s(self) -> float:
@@ -135,6 +145,7 @@ def values_of(stats: FollowStats) -> Mapping[str, float]:
         "markers": stats.markers,
         "rows": stats.rows,
         "age_s": stats.age_s,
+        "lag_s": stats.lag_s,
         "generation": at.generation if at is not None else 0,
         "marker": at.marker if at is not None else 0,
         "newest_generation": newest.generation if newest is not None else 0,

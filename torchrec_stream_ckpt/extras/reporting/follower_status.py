@@ -32,6 +32,8 @@ class FollowerStatus:
     """Markers committed after that one. None if it is of an older generation than the newest one, or unknown."""
     age_s: float | None = None
     """Seconds since that marker was committed, by the trainer's wall clock."""
+    lag_s: float | None = None
+    """Seconds by which it was committed before the newest marker that the follower has seen."""
     rows_per_s: float = 0.0
     tombstones_per_s: float = 0.0
     """Raw ids deleted in a sink."""
@@ -46,6 +48,7 @@ class FollowerStatus:
         if self.marker is None:
             return "has applied no marker yet"
         behind = f"{self.behind} behind" if self.behind is not None else "on an older generation"
+        behind += f" ({duration(self.lag_s)})" if self.lag_s else ""
         parts = [f"marker {self.marker}", behind, f"{duration(self.age_s or 0.0)} old", f"{self.rows_per_s:.0f} rows/s"]
         if self.tombstones_per_s:
             parts.append(f"{self.tombstones_per_s:.0f} tombstones/s")
@@ -81,6 +84,7 @@ def follower_status(endpoint: str, newest: MarkerId | None) -> FollowerStatus:
         marker=str(at),
         behind=max(0, newest.marker - at.marker) if same and newest is not None else None,
         age_s=values["age_s"],
+        lag_s=values["lag_s"],
         rows_per_s=values["rows_per_s"],
         tombstones_per_s=values["tombstones_per_s"],
         reloads=int(values["reloads"]),
@@ -106,6 +110,6 @@ def _scrape(host: str, port: int) -> Mapping[str, float]:
     if missing := [each.name for each in FOLLOWER_METRICS.values() if each.name not in found]:
         raise ValueError(f"status {answer.status}, without {missing[0]}: not the metrics of a follower")
     values = {name: float(found[each.name]) for name, each in FOLLOWER_METRICS.items()}
-    if not all(math.isfinite(value) for name, value in values.items() if name != "age_s"):
+    if not all(math.isfinite(value) for name, value in values.items() if name not in ("age_s", "lag_s")):
         raise ValueError("a metric is not a number")
     return values
