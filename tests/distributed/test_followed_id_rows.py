@@ -17,6 +17,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from tests import ranks, stores
@@ -314,6 +315,14 @@ def _check_exported(uri: str, folder: Path, done: list[Truths]) -> None:
         assert found["vector"].to_pylist() == weights.tolist()
         raw_ids = {raw_id: row for row, raw_id in enumerate(found["raw_id"].to_pylist()) if raw_id is not None}
         assert raw_ids == _maps_of(done, table)
+    said = CliRunner().invoke(app, ["export", uri, "--to", f"safetensors://{folder}-flat"])
+    assert said.exit_code == 0, said.output
+    (file,) = Path(f"{folder}-flat").glob("*.safetensors")
+    tensors = load_file(file)
+    for table in SIZES:
+        owners = enumerate(tensors[f"{table}.raw_id"].tolist())
+        assert {raw_id: row for row, raw_id in owners if raw_id != 2**63 - 1} == _maps_of(done, table)
+        assert tensors[f"{table}.raw_id"].shape == tensors[table].shape[:1]
 
 
 def _compare_restored(uri: str, done: list[Truths]) -> None:

@@ -85,7 +85,8 @@ def export(
         target: Format and folder of the export.
         options: Contents and layout of the export.
         progress: Called with the bytes of each window.
-        has_id_maps: True if the marker records which raw id has which row. Parquet then has raw ids, too.
+        has_id_maps: True if the marker records which raw id has which row. Parquet and safetensors then have raw ids,
+            too.
 
     Raises:
         ConfigError: the folder is not empty, a pattern matches no table, or a package that the format needs is not
@@ -93,11 +94,12 @@ def export(
         CorruptionError: the marker is damaged.
         StoreUnavailableError: the disk does not accept it.
     """
-    maps = has_id_maps and target.format == "parquet"
+    maps = has_id_maps and target.format != "dcp"
     _require(target.format, raw_ids=maps)
     with new_folder(target.folder, force=options.force) as folder, open_rows() as rows:
         readers = [TableReader(rows, index) for index in chosen_tables(rows.schema, options.tables)]
         about = {"job": commit.job.hex(), "marker": str(commit.id), "step": str(commit.step)}
+        owners = _raw_ids(dense()) if maps else {}
         states = options.states if options.states is not None else target.format != "parquet"
         if target.format == "dcp":
             from torchrec_stream_ckpt.extras.interchange.dcp import Keys, write_dcp
@@ -106,11 +108,11 @@ def export(
             keys = Keys(options.model_key, options.optimizer_key)
             files = write_dcp(folder, readers, read_dense(dense()), states=states, keys=keys, progress=progress)
         elif target.format == "safetensors":
+            size = options.shard_bytes
             files = write_safetensors(
-                folder, readers, states=states, shard_bytes=options.shard_bytes, about=about, progress=progress
+                folder, readers, states=states, shard_bytes=size, about=about, owners=owners, progress=progress
             )
         else:
-            owners = _raw_ids(dense()) if maps else {}
             files = write_parquet(folder, readers, states=states, about=about, owners=owners, progress=progress)
         return Exported(
             str(commit.id),

@@ -14,11 +14,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
+import numpy as np
+import numpy.typing as npt
+
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.inner import TableReader, TableWindow
+
+Ids = npt.NDArray[np.int64]
 
 METADATA = "__metadata__"
 INDEX = "model.safetensors.index.json"
@@ -63,9 +68,10 @@ def write_safetensors(
     states: bool,
     shard_bytes: int,
     about: dict[str, str],
+    owners: Mapping[str, Ids] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
-    """Write whole tables, and states as ``<table>.<state>``.
+    """Write whole tables, raw ids as ``<table>.raw_id``, and states as ``<table>.<state>``.
 
     If a state has an array for each of several column shards, these are ``<table>.<state>.col<first column>``.
 
@@ -75,6 +81,7 @@ def write_safetensors(
         states: Whether to write states.
         shard_bytes: Most bytes that a file holds, unless one tensor is larger.
         about: Written to the metadata of each file.
+        owners: Raw id of each row, by table; for a free row the greatest int64. Other tables have none.
         progress: Called with the bytes of each window.
 
     Returns:
@@ -83,7 +90,12 @@ def write_safetensors(
     Raises:
         ConfigError: a table has a name that the format cannot hold. Nothing was written.
     """
-    tensors = {reader.spec.name: _tensors(reader, states=states) for reader in readers}
+    raw_ids = owners or {}
+    tensors = {
+        name: _tensors(reader, states=states, raw_ids=name in raw_ids)
+        for reader in readers
+        for name in (reader.spec.name,)
+    }
     _check_names(tensors)
     shards = list(_shards([tensor for each in tensors.values() for tensor in each], shard_bytes))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -94,7 +106,7 @@ def write_safetensors(
             files.append(open(folder / name, "wb"))  # noqa: SIM115
             places |= _begin(files[-1], shard, about)
         for reader in readers:
-            _write_table(reader, tensors[reader.spec.name], places, progress)
+            _write_table(reader, tensors[reader.spec.name], places, raw_ids.get(reader.spec.name), progress)
     finally:
         for file in files:
             file.close()
@@ -126,19 +138,23 @@ def _check_names(tensors: Mapping[str, Sequence[_Tensor]]) -> None:
                 )
 
 
-def _tensors(reader: TableReader, *, states: bool) -> list[_Tensor]:
-    """Return the weights, then the arrays of each state, in the order of :func:`_arrays`."""
+def _tensors(reader: TableReader, *, states: bool, raw_ids: bool) -> list[_Tensor]:
+    """Return the weights, the raw ids, then the arrays of each state, in the order of :func:`_arrays`."""
     spec = reader.spec
     tensors = [_Tensor(spec.name, spec.dtype, (spec.rows, spec.dim))]
+    if raw_ids:
+        tensors.append(_Tensor(f"{spec.name}.raw_id", "int64", (spec.rows,)))
     for state in spec.states if states else ():
         shape = (spec.rows,) if state.per_row else (spec.rows, spec.dim)
         tensors += [_Tensor(name, state.dtype, shape) for name in state_names(spec, state, reader.slices)]
     return tensors
 
 
-def _arrays(reader: TableReader, window: TableWindow, count: int) -> list[Array]:
+def _arrays(reader: TableReader, window: TableWindow, raw_ids: Ids | None, count: int) -> list[Array]:
     """Return the parts of the first ``count`` tensors that a window has."""
-    arrays = [window.weights]
+    arrays: list[Array] = [window.weights]
+    if raw_ids is not None:
+        arrays.append(raw_ids[window.row0 : window.row0 + window.rows].astype("<i8"))
     for state, values in zip(reader.spec.states, window.states, strict=True):
         arrays += list(values) if state.per_row else [values]
     return arrays[:count]
@@ -178,11 +194,15 @@ def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> d
 
 
 def _write_table(
-    reader: TableReader, tensors: Sequence[_Tensor], places: dict[str, _Slot], progress: Callable[[int], None]
+    reader: TableReader,
+    tensors: Sequence[_Tensor],
+    places: dict[str, _Slot],
+    raw_ids: Ids | None,
+    progress: Callable[[int], None],
 ) -> None:
     for row0, rows in reader.windows():
         window = reader.read(row0, rows)
-        for tensor, array in zip(tensors, _arrays(reader, window, len(tensors)), strict=True):
+        for tensor, array in zip(tensors, _arrays(reader, window, raw_ids, len(tensors)), strict=True):
             place = places[tensor.name]
             place.file.seek(place.offset + row0 * tensor.row_bytes)
             place.file.write(array.tobytes())
