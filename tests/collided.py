@@ -116,13 +116,13 @@ class Job:
     def step(self) -> None:
         self.step_number += 1
         self.optimizer.zero_grad()
-        self.dmp(_batch(self.step_number, weighted=self.weighted)).backward()
+        self.dmp(batch(self.step_number, weighted=self.weighted)).backward()
         self.optimizer.step()
 
     def evaluate(self) -> None:
         self.dmp.eval()
         with torch.no_grad():
-            self.dmp(_batch(1000 + self.step_number, weighted=self.weighted))
+            self.dmp(batch(1000 + self.step_number, weighted=self.weighted))
         self.dmp.train()
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,7 +194,7 @@ def job(
     return Job(dmp, CombinedOptimizer([dmp.fused_optimizer, keyed]), keyed._optimizer, weighted)
 
 
-def _batch(step: int, *, weighted: bool) -> KeyedJaggedTensor:
+def batch(step: int, *, weighted: bool) -> KeyedJaggedTensor:
     """This rank's slice of global batch ``step``: six hot ids, others every three steps, among cold ones."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(2000 + step)

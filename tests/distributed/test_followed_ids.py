@@ -9,13 +9,16 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from typer.testing import CliRunner
 
-from tests import ranks
-from tests.collided import TABLES, attach, job, ranks_of
+from tests import collided, ranks
+from tests.collided import TABLES, attach, batch, job, ranks_of
+from tests.parts import app
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower import tables as tables_module
@@ -58,10 +61,19 @@ def _hammer(tables: FollowedTables, ended: threading.Event) -> set[str]:
     return seen
 
 
-def _train_and_follow(uri: str, begin: int, steps: int) -> int:
+def _with_ends(step: int, *, weighted: bool) -> KeyedJaggedTensor:
+    """A batch with each end of int64 for a few features, as often as hot ids."""
+    made = batch(step, weighted=weighted)
+    values = made.values().clone()
+    values[:: 3 + step % 2] = ENDS[torch.arange(len(values[:: 3 + step % 2])) % len(ENDS)]
+    return KeyedJaggedTensor(made.keys(), values, lengths=made.lengths(), weights=made.weights_or_none())
+
+
+def _train_and_follow(uri: str, begin: int, steps: int, ends: bool = False) -> int:
     """Train with a marker at each step; on rank 0 a replica follows, while a thread looks up. Returns the evictions."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    each = job()
+    each = job(policy="lru", weighted=True) if ends else job()
+    collided.batch = _with_ends if ends else batch
     tables = FollowedTables(follow(uri), input_hash_sizes=SIZES) if rank == 0 else None
     read_id_maps = tables_module.read_id_maps
     whole = Mock(wraps=read_id_maps)
@@ -88,6 +100,7 @@ def _train_and_follow(uri: str, begin: int, steps: int) -> int:
                     reader = reader or pool.submit(_hammer, tables, ended)
     finally:
         ended.set()
+        collided.batch = batch
         tables_module.read_id_maps = read_id_maps
     if tables is not None:
         assert whole.call_count == 1  # the load; from there on the stream says what changes
@@ -107,6 +120,31 @@ def test_every_marker_answers_for_raw_ids_as_the_trainer_over_fewer_ranks(tmp_pa
     uri = f"file://{tmp_path}"
     assert sum(ranks.run(2, _train_and_follow, uri, 0, 7)) > 0
     assert sum(ranks.run(1, _train_and_follow, uri, 7, 6)) > 0
+
+
+def test_the_ends_of_int64_are_trained_followed_restored_exported_and_written_to_a_sink(tmp_path: Path) -> None:
+    """-2^63 is an id like any other. 2^63-1 is TorchRec's mark of a free row: it trains one, and never gets it."""
+    uri, changes, exported = f"file://{tmp_path / 'log'}", tmp_path / "changes", tmp_path / "exported"
+    ranks.run(2, _train_and_follow, uri, 0, 8, True)
+    ranks.run(1, _train_and_follow, uri, 8, 4, True)
+    for more in (
+        ["follow", uri, "--parquet", str(changes), "--once"],
+        ["export", uri, "--to", f"parquet://{exported}"],
+    ):
+        said = CliRunner().invoke(app, more)
+        assert said.exit_code == 0, said.output
+    (folder,) = (each for each in changes.iterdir() if each.is_dir())
+    for name in SIZES:
+        rows = pyarrow.parquet.read_table(exported / f"{name}.parquet")
+        whole = dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "vector")), strict=True))
+        whole.pop(None, None)
+        assert whole.keys() >= {-(2**63), -1, 2**63 - 2}
+        assert 2**63 - 1 not in whole
+        rows = pyarrow.parquet.read_table(folder / f"{name}.parquet")
+        assert dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "weights")), strict=True)) == whole
+        with FollowedTables(follow(uri), input_hash_sizes=SIZES) as tables:
+            tables.advance()
+            assert dict(zip(whole, tables.lookup(name, torch.tensor(list(whole))).tolist(), strict=True)) == whole
 
 
 def _refused(uri: str) -> None:
