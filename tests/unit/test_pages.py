@@ -195,7 +195,7 @@ def test_what_the_performance_page_says_in_words() -> None:
         ],
         r"add ([\d.]+) to ([\d.]+) us of CPU time": sorted(added),
         r"2 cores; noise ([\d.]+) us": [max(map(abs, hooks["noise, us"]))],
-        r"it has ([\d.]+) to ([\d.]+) times its speed \(the rows": _ends(
+        r"a marker has ([\d.]+) to ([\d.]+) times the speed of `torch.save` \(the rows": _ends(
             point.variants["ours"]["ratio"] for point in durable
         ),
         r"a proof adds ([\d.]+) ms at 1% of 1.3 GB, ([\d.]+) at the same rows of 2.6 GB, and ([\d.]+) at 0.1%": [
