@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -20,7 +21,9 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
 )
-from torchrec_stream_ckpt.inner import Control, open_store
+from torchrec_stream_ckpt.find.find import Search, find
+from torchrec_stream_ckpt.find.tiers import TierState
+from torchrec_stream_ckpt.inner import Control, Job, open_store
 from torchrec_stream_ckpt.store.records import Copied
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -52,6 +55,45 @@ def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left
     assert recover(root)["appended"] == 7 - left + 1
     assert image(root) == before
     check(root)
+
+
+def restore(root: Path) -> MarkerId:
+    """What a restore finds, with the store in the log's folder."""
+    with closing(Job.open(f"file://{root}", store=str(root))) as job:
+        job.control.refresh()
+        route = find(job, None, check_dense=lambda *_: None)
+        assert route is not None
+        return route.commit.id
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_marker_that_only_the_store_has_was_lost_by_the_log(root: Path, lost: int) -> None:
+    """No second copy knows it: the trainer kept its copy in another store, or died before it wrote it."""
+    stores.fold(root)
+    for each in Copied.load(open_store(str(root)), JOB, key(root)).names:
+        open_store(str(root)).delete(each.name)
+    before = image(root)
+    assert restore(root) == MarkerId(2, 3)
+    os.truncate(root / "control.log", offsets(root)[-lost])
+    with pytest.raises(CorruptionError, match=r"the store holds marker 2:3, which is not in the log: the end") as no:
+        restore(root)
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
+    recover(root)
+    assert restore(root) == MarkerId(2, 3)
+    assert image(root) == before
+
+
+def test_a_marker_that_is_committed_and_folded_meanwhile_was_not_lost(root: Path) -> None:
+    stores.fold(root)
+    rest, path = offsets(root)[-1], root / "control.log"
+    whole = path.read_bytes()
+    os.truncate(path, rest)
+    with closing(Job.open(f"file://{root}", store=str(root))) as job:
+        job.control.refresh()
+        look = Search(TierState.read(job), job, check_dense=lambda *_: None)
+        look.choose(None)
+        path.write_bytes(whole)
+        look.check_known()
 
 
 class Late(FolderObjects):

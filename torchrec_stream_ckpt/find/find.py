@@ -13,6 +13,7 @@ import logging
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -31,6 +32,7 @@ from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState, name
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -40,6 +42,21 @@ from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import parse_uri
 
 MAX_FALLBACK = 3
+
+
+def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
+    """Return whether a marker was added after ``log`` had taken over its generation. Nothing of that log builds on it.
+
+    The log has taken over the contents of the store at that time: all of a generation up to some marker.
+    """
+    claim = lineage.claims.get(marker.generation)
+    if claim is None or marker in lineage.commits:
+        return False
+    if not claim.world:
+        return True  # a fence has no markers: this one is of the lost log's generation of that number
+    if log.holds_rows_of(claim.incarnation):
+        return False
+    return all(marker > each for each in lineage.commits if each.generation == marker.generation)
 
 
 class Damaged:
@@ -193,6 +210,7 @@ def find(
         look = Search(state, job, head, damaged, check_dense)
         try:
             route = look.choose(marker)
+            look.check_known()
             if number == LOOKS or damaged.passed == before or not look.is_stale():
                 return route
         except (CorruptionError, TrimmedError, MarkerNotFoundError) as error:
@@ -298,6 +316,35 @@ class Search:
                 "every committed marker was given up", hint="name another store", store=OUTER.dense(self.job).url
             )
         return None
+
+    def check_known(self) -> None:
+        """Check that the log has the markers of the store, if this job has one tier. Lists nothing again.
+
+        Raises:
+            CorruptionError: the log has lost a marker, which no second copy has; the error names the command that
+                restores it.
+        """
+        outer = self.job.outer
+        for catalog in self._catalogs.values():
+            if catalog is None or self.job.inner is not None or not self._lost(catalog, self.state.outer):
+                continue
+            lineage = outer.control.refresh()  # a trainer may have committed them since
+            if lost := self._lost(catalog, lineage):
+                raise CorruptionError(
+                    f"the store holds marker {lost[-1]}, which is not in the log: the end of the log's control "
+                    "partition was lost",
+                    hint=f"recover it: stream-ckpt recover {quote(outer.uri)} --store {quote(catalog.objects.url)}; "
+                    "if the store was filled from another copy of the log, name a separate store",
+                    store=catalog.objects.url,
+                )
+
+    def _lost(self, catalog: Catalog, lineage: Lineage) -> list[MarkerId]:
+        """Return the newest marker that a store has of each generation, if the log does not have it."""
+        now, newest = self.job.outer.log.incarnation(), {}
+        for marker in sorted(catalog.markers - lineage.given_up):
+            if now is None or not came_after_recovery(lineage, marker, now):
+                newest[marker.generation] = marker
+        return [marker for marker in newest.values() if marker not in lineage.commits]
 
     def is_stale(self) -> bool:
         """Return whether anything was given up or trimmed since: an incomplete marker may be complete elsewhere."""

@@ -16,11 +16,12 @@ from torchrec_stream_ckpt.errors import (
     OtherLogError,
     StreamCkptError,
 )
+from torchrec_stream_ckpt.find.find import came_after_recovery
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
 from torchrec_stream_ckpt.format.manifest import Dropped, Manifest
-from torchrec_stream_ckpt.log.api import Incarnation, Log
+from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.maintain.compactor import Compactor, Policy
 from torchrec_stream_ckpt.maintain.dense_copier import DenseCopier
 from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
@@ -39,22 +40,6 @@ from torchrec_stream_ckpt.store.write_once import put_once
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
-
-
-def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
-    """Return whether a marker was added after ``log`` had taken over its generation. Nothing of that log builds on it.
-
-    The log has taken over the contents of the store at that time: all of a generation up to some marker.
-    """
-    claim = lineage.claims.get(marker.generation)
-    if claim is None or marker in lineage.commits:
-        return False
-    if not claim.world:
-        return True  # a fence has no markers: this one is of the lost log's generation of that number
-    if log.holds_rows_of(claim.incarnation):
-        return False
-    return all(marker > each for each in lineage.commits if each.generation == marker.generation)
-
 
 _PATIENCE_S = 0.2
 """Seconds between checks for a stop while waiting for folds."""

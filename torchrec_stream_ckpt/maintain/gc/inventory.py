@@ -12,13 +12,13 @@ from dataclasses import dataclass, replace
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError
+from torchrec_stream_ckpt.find.find import came_after_recovery
 from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.aliases import aliases
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.maintain.gc.clocks import idle, waited
-from torchrec_stream_ckpt.maintain.materializer import came_after_recovery
 from torchrec_stream_ckpt.store.api import Entry, Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store, jobs_in
