@@ -69,9 +69,10 @@ def _harm(folder: Path, marker: int, rank: int) -> None:
     before, end = (commits[MarkerId(1, number)].ranks[rank] for number in (marker - 1, marker))
     for offset, frame in log.read(LogSpan(1, end.partition, before.end, end.end)):
         if parse_header(frame).kind is Kind.ROWS:
-            (segment,) = (folder / "data" / f"p{rank:05d}").glob("*.seg")
+            found = (folder / "data" / f"p{rank:05d}").glob("g00000001-*.seg")
+            begin, segment = max(pair for each in found if (pair := (int(each.stem.split("-")[1]), each))[0] <= offset)
             data = bytearray(segment.read_bytes())
-            data[offset + HEADER_LEN + 3] ^= 1
+            data[offset - begin + HEADER_LEN + 3] ^= 1
             segment.write_bytes(data)
             return
     raise AssertionError("the marker has no rows of this rank")
