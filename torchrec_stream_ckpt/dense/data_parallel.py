@@ -101,10 +101,10 @@ def check_derived_places(view: nn.Module) -> None:
     Raises:
         UnsupportedError: Names a parameter.
     """
-    for name, value in view.state_dict().items():
-        if isinstance(value, DTensor):
-            check_places({name: value})
-            check_places({name: torch.empty_like(value)})
+    for name, parameter in view.named_parameters():
+        if isinstance(parameter, DTensor):
+            for each in (parameter, parameter.detach(), torch.empty_like(parameter)):  # as state_dict() and staging do
+                check_places({name: each})
 
 
 def check_places(tensors: Mapping[str, Any]) -> None:
