@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.builders import JOB, OTHER_JOB, claim, commit
 from tests.parts import Dropped, Manifest
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
-from torchrec_stream_ckpt.find.find import came_after_recovery
+from torchrec_stream_ckpt.find.job import came_after_recovery
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef

@@ -57,6 +57,12 @@ def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left
     check(root)
 
 
+def doctor(root: Path) -> dict[str, tuple[str, str, str]]:
+    """Verdict, finding and hint of each check."""
+    done = CliRunner().invoke(app, ["doctor", f"file://{root}", "--store", str(root), "--json"])
+    return {each["check"]: (each["verdict"], each["found"], each["hint"]) for each in json.loads(done.stdout)}
+
+
 def restore(root: Path) -> MarkerId:
     """What a restore finds, with the store in the log's folder."""
     with closing(Job.open(f"file://{root}", store=str(root))) as job:
@@ -78,9 +84,12 @@ def test_a_marker_that_only_the_store_has_was_lost_by_the_log(root: Path, lost: 
     with pytest.raises(CorruptionError, match=r"the store holds marker 2:3, which is not in the log: the end") as no:
         restore(root)
     assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
+    told = doctor(root)
+    assert told["store"] == ("bad", no.value.headline, no.value.hint)
     recover(root)
     assert restore(root) == MarkerId(2, 3)
     assert image(root) == before
+    assert doctor(root)["store"][0] == "ok"
 
 
 def test_a_marker_that_is_committed_and_folded_meanwhile_was_not_lost(root: Path) -> None:

@@ -131,10 +131,13 @@ def _store(job: Job) -> Finding:
     try:
         written = check_store(job.objects)
         check_named_store(job)
+        lost = job.lost_marker() if written else None
     except MarkerNotFoundError as error:
         return Finding("store", error.headline, Severity.WARNING, error.hint)
     except StreamCkptError as error:
         return Finding("store", error.headline, Severity.BAD, error.hint or "check the store")
+    if lost is not None:
+        return Finding("store", lost.headline, Severity.BAD, lost.hint)
     return Finding("store", job.objects.url + ("" if written else ": no rows were folded into it so far"))
 
 

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from shlex import quote
 
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -26,13 +25,12 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.find.job import Job, Named, wanted
+from torchrec_stream_ckpt.find.job import Job, Named, lost_marker, wanted
 from torchrec_stream_ckpt.find.route import Route, damage_of, ends_early, lacking, locate, warm
 from torchrec_stream_ckpt.find.tiers import OUTER, Place, Tiers, TierState, named
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore
@@ -42,21 +40,6 @@ from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import parse_uri
 
 MAX_FALLBACK = 3
-
-
-def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
-    """Return whether a marker was added after ``log`` had taken over its generation. Nothing of that log builds on it.
-
-    The log has taken over the contents of the store at that time: all of a generation up to some marker.
-    """
-    claim = lineage.claims.get(marker.generation)
-    if claim is None or marker in lineage.commits:
-        return False
-    if not claim.world:
-        return True  # a fence has no markers: this one is of the lost log's generation of that number
-    if log.holds_rows_of(claim.incarnation):
-        return False
-    return all(marker > each for each in lineage.commits if each.generation == marker.generation)
 
 
 class Damaged:
@@ -326,25 +309,9 @@ class Search:
         """
         outer = self.job.outer
         for catalog in self._catalogs.values():
-            if catalog is None or self.job.inner is not None or not self._lost(catalog, self.state.outer):
-                continue
-            lineage = outer.control.refresh()  # a trainer may have committed them since
-            if lost := self._lost(catalog, lineage):
-                raise CorruptionError(
-                    f"the store holds marker {lost[-1]}, which is not in the log: the end of the log's control "
-                    "partition was lost",
-                    hint=f"recover it: stream-ckpt recover {quote(outer.uri)} --store {quote(catalog.objects.url)}; "
-                    "if the store was filled from another copy of the log, name a separate store",
-                    store=catalog.objects.url,
-                )
-
-    def _lost(self, catalog: Catalog, lineage: Lineage) -> list[MarkerId]:
-        """Return the newest marker that a store has of each generation, if the log does not have it."""
-        now, newest = self.job.outer.log.incarnation(), {}
-        for marker in sorted(catalog.markers - lineage.given_up):
-            if now is None or not came_after_recovery(lineage, marker, now):
-                newest[marker.generation] = marker
-        return [marker for marker in newest.values() if marker not in lineage.commits]
+            if catalog is not None and self.job.inner is None:
+                if (error := lost_marker(catalog, outer.log, outer.control, outer.uri)) is not None:
+                    raise error
 
     def is_stale(self) -> bool:
         """Return whether anything was given up or trimmed since: an incomplete marker may be complete elsewhere."""

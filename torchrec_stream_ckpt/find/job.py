@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
+from shlex import quote
 from typing import Self, TypeAlias
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
@@ -14,7 +15,7 @@ from torchrec_stream_ckpt.find.best import Best, Said, Value, best_of, said_of
 from torchrec_stream_ckpt.find.new_job import examine_conditions, examine_new_job, examine_rules
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Finding, Log, open_log, options_for
+from torchrec_stream_ckpt.log.api import Finding, Incarnation, Log, open_log, options_for
 from torchrec_stream_ckpt.log.control.marker_names import give_name, remove_name
 from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.store.api import Objects, open_store
@@ -31,6 +32,50 @@ Named: TypeAlias = MarkerId | str | tuple[int, int] | None
 """Forms in which a user can name a marker; None for the newest one."""
 Wanted: TypeAlias = MarkerId | Best | Alias | None
 """The same, parsed."""
+
+
+def came_after_recovery(lineage: Lineage, marker: MarkerId, log: Incarnation) -> bool:
+    """Return whether a marker was added after ``log`` had taken over its generation. Nothing of that log builds on it.
+
+    The log has taken over the contents of the store at that time: all of a generation up to some marker.
+    """
+    claim = lineage.claims.get(marker.generation)
+    if claim is None or marker in lineage.commits:
+        return False
+    if not claim.world:
+        return True  # a fence has no markers: this one is of the lost log's generation of that number
+    if log.holds_rows_of(claim.incarnation):
+        return False
+    return all(marker > each for each in lineage.commits if each.generation == marker.generation)
+
+
+def lost_marker(catalog: Catalog, log: Log, control: Control, uri: str) -> CorruptionError | None:
+    """Compare a log with the markers of its store. Returns the error if the log has lost one, which has no second copy.
+
+    Args:
+        catalog: The store's markers. Nothing is listed again.
+        log: The log.
+        control: Its control partition.
+        uri: The URI of the log.
+    """
+
+    def lost(lineage: Lineage) -> list[MarkerId]:
+        """Return the newest marker that the store has of each generation, if the log does not have it."""
+        newest = {}
+        for marker in sorted(catalog.markers - lineage.given_up):
+            if now is None or not came_after_recovery(lineage, marker, now):
+                newest[marker.generation] = marker
+        return [marker for marker in newest.values() if marker not in lineage.commits]
+
+    now = log.incarnation()
+    if not lost(control.lineage) or not (found := lost(control.refresh())):  # a trainer may have committed it since
+        return None
+    return CorruptionError(
+        f"the store holds marker {found[-1]}, which is not in the log: the end of the log's control partition was lost",
+        hint=f"recover it: stream-ckpt recover {quote(uri)} --store {quote(catalog.objects.url)}; if the store was "
+        "filled from another copy of the log, name a separate store",
+        store=catalog.objects.url,
+    )
 
 
 def wanted(marker: Named) -> Wanted:
@@ -272,6 +317,10 @@ class Job:
             StoreUnavailableError: the store does not answer.
         """
         return self.control.lost_tail((self.objects, self.uri))
+
+    def lost_marker(self) -> CorruptionError | None:
+        """Compare the log with the markers of the store, as :func:`lost_marker`. Lists the store's manifests."""
+        return lost_marker(Catalog.load(self.objects, self.lineage.job), self.log, self.control, self.uri)
 
     def copying(self, objects: Objects) -> Control:
         """Return the control partition for a writer; a second copy of all appended records is kept in the store."""

@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.errors import (
     OtherLogError,
     StreamCkptError,
 )
-from torchrec_stream_ckpt.find.find import came_after_recovery
+from torchrec_stream_ckpt.find.job import came_after_recovery
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
