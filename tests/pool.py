@@ -15,6 +15,7 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -153,7 +154,21 @@ def _run(rank: int, world: int, store: Path, function: Callable[..., Any], args:
     comm._INTRA_PG = comm._CROSS_PG = None
     collective_utils._INITIALIZED = False
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    before = _constants()
     value = function(*args)
+    left = {name: now for name, now in _constants().items() if before.get(name, now) != now}
+    assert not left, f"the job has left other constants to the jobs of later tests: {left}"
     dist.barrier()
     dist.destroy_process_group()
     return value
+
+
+def _constants() -> dict[str, int | float]:
+    """Numbers in the modules of the package that are written as constants."""
+    return {
+        f"{name}.{key}": value
+        for name, module in list(sys.modules.items())
+        if name.startswith("torchrec_stream_ckpt")
+        for key, value in list(vars(module).items())
+        if key.isupper() and isinstance(value, int | float)
+    }

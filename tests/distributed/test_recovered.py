@@ -43,8 +43,11 @@ def test_a_job_restores_and_goes_on_after_its_log_was_lost(tmp_path: Path) -> No
 
 def _train(spec: Spec, settings: StreamConfig) -> dict[str, torch.Tensor]:
     """A job whose log is deleted frame by frame; the truth at its newest marker."""
-    file_writer.SEGMENT_BYTES = 1
-    return jobs.train_with(spec, settings, 4, {})[1][4]
+    before, file_writer.SEGMENT_BYTES = file_writer.SEGMENT_BYTES, 1
+    try:
+        return jobs.train_with(spec, settings, 4, {})[1][4]
+    finally:
+        file_writer.SEGMENT_BYTES = before  # the next job in this process is another test's
 
 
 def _go_on(spec: Spec, settings: StreamConfig) -> tuple[dict[str, torch.Tensor], str]:
