@@ -309,9 +309,10 @@ class Search:
         """
         outer = self.job.outer
         for catalog in self._catalogs.values():
-            if catalog is not None and self.job.inner is None:
-                if (error := lost_marker(catalog, outer.log, outer.control, outer.uri)) is not None:
-                    raise error
+            if catalog is None or self.job.inner is not None:
+                continue
+            if (error := lost_marker(catalog, outer.log, outer.control, outer.uri)) is not None:
+                raise error
 
     def is_stale(self) -> bool:
         """Return whether anything was given up or trimmed since: an incomplete marker may be complete elsewhere."""

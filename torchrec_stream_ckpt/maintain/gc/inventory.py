@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError
-from torchrec_stream_ckpt.find.job import came_after_recovery
 from torchrec_stream_ckpt.find.holdings import Holdings
+from torchrec_stream_ckpt.find.job import came_after_recovery
 from torchrec_stream_ckpt.format.aliases import aliases
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Garbage
