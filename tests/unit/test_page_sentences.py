@@ -134,18 +134,24 @@ def test_criteo_runs_of_sixty_epochs() -> None:
     assert round(added(two, "thesis")[0], 1) == round(added(two, "ours")[0], 1)
 
 
-def test_the_memory_of_the_day_of_a_restore() -> None:
-    day, evening = (newest("limits", variant).point("limits") for variant in ("", "evening"))
+def test_a_restore_in_words() -> None:
+    restore = newest("restore")
+
+    def taken_by(source: str, ranks: int, state: str = "") -> float:
+        return restore.point(f"{source}, on {ranks}{state}").median(f"ours, {source}")
+
+    size = 1.3e9 / newest("limits").point("limits").median("read, in the page cache") / 1e6
     said = {
-        r"one thread had ([\d.]+) GB/s in place of ([\d.]+)": [
-            each.median("copy, 1 thread") for each in (evening, day)
+        r"takes (\d+) and (\d+) ms on one rank. This machine needs (\d+) ms": [
+            taken_by("log", 1),
+            taken_by("store", 1),
+            size,
         ],
-        r"page cache was read at ([\d.]+) in place of ([\d.]*\d)": [
-            each.median("read, in the page cache") for each in (evening, day)
-        ],
+        r"On two ranks of two cores it takes (\d+) and (\d+)\. Where": [taken_by("log", 2), taken_by("store", 2)],
+        r"from a cold log takes (\d+) ms instead of (\d+)": [taken_by("log", 1, ", cold"), taken_by("log", 1)],
     }
     check_sentences("docs/performance.md", said)
-    taken = newest("restore").point("kafka, on 1").median("ours, kafka")
+    taken = restore.point("kafka, on 1").median("ours, kafka")
     check_sentences("docs/observability.md", {r"has read 1.3 GB in ([\d.]+) s": [taken / 1e3]})
 
 

@@ -351,19 +351,6 @@ def test_what_the_performance_page_says_of_synthetic_runs() -> None:
     check_sentences("docs/performance.md", {r"without any checkpoint took ([\d.]+) and ([\d.]*\d)": none})
 
 
-def test_what_the_restore_case_says_of_another_run_of_its_day() -> None:
-    point = newest("restore").point("log, on 1")
-    copies = [newest("limits", variant).point("limits").median("copy, 1 thread") for variant in ("evening", "")]
-    said: dict[str, Iterable[float]] = {
-        r"673 ms on one rank where this run took (\d+), a mapped file 65 where it took (\d+), ours .* took (\d+)\.": [
-            point.median(name) for name in ("torch.load + copy", "torch.load, mmap + copy", "ours, log")
-        ],
-        r"as fast as `dcp.load` there, and ([\d.]+) here": [point.ratios("dcp.load", "ours, log")[0]],
-        r"one thread copied ([\d.]+) GB/s .* where it had copied ([\d.]+) GB/s": copies,
-    }
-    check_sentences("benchmarks/restore/README.md", said)
-
-
 def test_what_the_store_says_in_words() -> None:
     short, whole = kaggle("150-markers"), kaggle("150-markers_all-layouts")["groups"]
     one, new = short["groups"]["one base"], short["groups"]["new bases"]
