@@ -89,8 +89,18 @@ class Pool:
         """Call an importable ``function(*args)`` on ``world`` ranks; what each of them returned.
 
         Raises:
-            RankFailed: a rank raised, died, or took too long; the next job finds fresh ranks.
+            RankFailed: a rank raised, died, took too long, or left other constants to the jobs of later tests; the next
+                job finds fresh ranks.
         """
+        return self._run(world, False, function, args, timeout_s)
+
+    def prepare(self, world: int, function: Callable[[], Any]) -> None:
+        """Call a function that sets constants of the package for all later jobs. For a pool of one test alone."""
+        self._run(world, True, function, (), 120.0)
+
+    def _run(
+        self, world: int, prepares: bool, function: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> list[Any]:
         assert 1 <= world <= MAX_RANKS
         for rank in range(world):
             if rank not in self._workers:
@@ -98,7 +108,7 @@ class Pool:
         workers, store = [self._workers[rank] for rank in range(world)], self._scratch / f"store-{next(self._numbers)}"
         try:
             for rank, worker in enumerate(workers):
-                worker.pipe.send((rank, world, store, function, args))
+                worker.pipe.send((rank, world, store, prepares, function, args))
             return _collect(workers, time.monotonic() + timeout_s)
         except BaseException:
             # The others may hang in a collective that will never be complete.
@@ -147,7 +157,9 @@ def _worker_main(pipe: Connection, stack: Path) -> None:
         os._exit(0)
 
 
-def _run(rank: int, world: int, store: Path, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+def _run(
+    rank: int, world: int, store: Path, prepares: bool, function: Callable[..., Any], args: tuple[Any, ...]
+) -> Any:
     """One job: nothing of the one before may show in it."""
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     # TorchRec's globals: the groups of table-row-wise and grid plans, and whether a first DMP has asked rank 0.
@@ -157,10 +169,7 @@ def _run(rank: int, world: int, store: Path, function: Callable[..., Any], args:
     before = _constants()
     value = function(*args)
     left = {name: now for name, now in _constants().items() if before.get(name, now) != now}
-    # A pool of one test alone may be set up by this job for the jobs that follow.
-    assert not left or function.__name__ == "pad_small_frames", (
-        f"the job has left other constants to the jobs of later tests: {left}"
-    )
+    assert prepares or not left, f"the job has left other constants to the jobs of later tests: {left}"
     dist.barrier()
     dist.destroy_process_group()
     return value

@@ -108,7 +108,7 @@ def test_a_cell_of_the_matrix_is_exact(kind: str, optimizer: str, disk: Path) ->
     model, families = cell_model(kind, optimizer)
     plans = plan(families, 4, 2, 0), plan(families, 2, 1, 1), plan(families, 3, 1, 2)
     with closing(Pool()) as pool:
-        pool.run(4, pad_small_frames)
+        pool.prepare(4, pad_small_frames)
         done = lap(pool, model, plans, disk / "log", log_writes="direct")
     assert done.wrong == ()
     assert kinds(disk / "log")[Kind.PAD]
