@@ -23,9 +23,10 @@ def test_the_bucket_log_is_measured_against_raw_requests_and_its_requests_are_co
 
 
 def test_a_trainer_outlasts_a_throttled_bucket_with_a_complete_log(tmp_path: Path) -> None:
-    report = run("bucket/run.py", "--quick --part throttle", tmp_path)
+    # A block is twice as long as the longest pause of a client that backs off.
+    report = run("bucket/run.py", "--quick --part throttle --seconds 3", tmp_path)
     what = ("step(), mean", "step(), p99", "step(), worst", "training step, mean", "until a marker is committed")
     ways = {"plain", "plain again", "503", "silence"}
     assert measured(report) == {f"throttle: {each}": ways for each in what}
     assert report["facts"]["throttle: markers, all restorable, the newest bit for bit"] >= len(ways)
-    assert report["facts"]["throttle: requests a second"].keys() == ways
+    assert report["facts"]["throttle: requests a second"]["503"] > 0
