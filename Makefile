@@ -16,8 +16,8 @@ TNT_STAMP := $(TNT_VENV)/.installed
 CLOUDS_VENV := .venv-clouds
 CLOUDS_STAMP := $(CLOUDS_VENV)/.installed
 BENCH ?= *
-# Four files of tests at a time, also on two cores: most of them wait for ranks, servers and timers. On two idle cores
-# three workers take 27 minutes and four take 20.
+# Four files of tests at a time, also on two cores: most of them wait for ranks, servers and timers. Two runs of four took
+# 20 and 21 minutes on two idle cores; one of three took 27 on another machine.
 WORKERS ?= 4
 # A worker that dies ends the run, and the test that it died in is named. xdist would start another one, and then wait
 # for ever: its scheduler by files hands the finished ones out once more.

@@ -60,7 +60,7 @@ OUTCOMES = ("exact", "limited", "refused", "unverified")
 RESTORED = ("exact", "limited")
 """Outcomes of jobs that have a stream, which can be served."""
 SERVED = ("tables", "model", "raw ids")
-"""What can be served of a job."""
+"""Ways to serve a job."""
 FOLDED = (2, 3, 4, 1)
 """Columns in which a line lists several values: plan, module, pipeline and kernel."""
 
@@ -151,8 +151,8 @@ rank](guarantees.md#on-a-gpu). *Not run*, *not tested*: unknown. For writes to t
 
 *Served*: the same test [follows](follow.md) the job on a CPU, and compares the answers at markers with the trainer's
 state, bit for bit. *Tables*: weights of `FollowedTables`. *Model*: a `FollowedModel`, its collections in float and
-quantized to int8. *Raw ids*: `lookup()` of every raw id that has a row. *Not tested*: no test serves it. What is
-refused by name is in [a separate table](#refused).
+quantized to int8. *Raw ids*: `lookup()` of every raw id that has a row. *Not tested*: no test serves it. Refusals
+are in [a separate table](#refused).
 
 Semicolons separate the entries of a list: a row covers every combination of its entries. Commas are part of one entry.
 """
@@ -197,7 +197,7 @@ class Claim:
     test: str
     why: str = ""
     served: str = ""
-    """What the test serves: names of :data:`SERVED`, with commas."""
+    """Ways in which the test serves the job: names of :data:`SERVED`, with commas."""
 
 
 @dataclass(slots=True)

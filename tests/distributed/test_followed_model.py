@@ -6,6 +6,7 @@ import copy
 import re
 import subprocess
 import threading
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,8 +51,8 @@ WIDTHS = ("int8", "int4", "int2", "fp16", "fp32", "float")
 EVENTS = ("train", "train", "mark") * 5
 
 
-def served(width: str, truth: dict[str, torch.Tensor] | None = None) -> nn.Module:
-    return inference_module(MODEL, width, truth)
+served = partial(inference_module, MODEL)
+"""The trainer's model by the width of its weights, and with the trainer's state if that is given."""
 
 
 class Batch:

@@ -64,7 +64,7 @@ def doctor(root: Path) -> dict[str, tuple[str, str, str]]:
 
 
 def restore(root: Path) -> MarkerId:
-    """What a restore finds, with the store in the log's folder."""
+    """Return the marker that a restore finds, with the store in the log's folder."""
     with closing(Job.open(f"file://{root}", store=str(root))) as job:
         job.control.refresh()
         route = find(job, None, check_dense=lambda *_: None)

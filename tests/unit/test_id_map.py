@@ -76,7 +76,7 @@ def test_the_greatest_int64_has_the_first_free_row_until_the_order_of_free_rows_
 
 
 def test_a_change_costs_the_same_whatever_the_number_of_raw_ids() -> None:
-    """Of 1,000 and of 100,000 raw ids: memory that 50 changes take at most."""
+    """Compare the most memory that 50 changes take, for 1,000 and for 100,000 raw ids."""
     taken = []
     for rows in (1_000, 100_000):
         known = RawIdMap(0, ((np.arange(rows) * 977, np.arange(rows)),))

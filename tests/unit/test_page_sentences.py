@@ -209,7 +209,7 @@ def test_a_takeover_beside_a_restart() -> None:
     check_sentences("docs/follow.md", said)
 
 
-def test_a_dense_copy_beside_one_that_is_nothing_else() -> None:
+def test_a_dense_copy_next_to_a_bare_one() -> None:
     dense = newest("dense")
     two, four = (dense.point(f"100 MB, {ranks} ranks") for ranks in (2, 4))
     save = [

@@ -14,16 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.interchange.names import state_names
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.inner import TableReader, TableWindow
-
-Ids = npt.NDArray[np.int64]
 
 METADATA = "__metadata__"
 INDEX = "model.safetensors.index.json"
@@ -68,7 +63,7 @@ def write_safetensors(
     states: bool,
     shard_bytes: int,
     about: dict[str, str],
-    owners: Mapping[str, Ids] | None = None,
+    owners: Mapping[str, Array] | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> list[str]:
     """Write whole tables, raw ids as ``<table>.raw_id``, and states as ``<table>.<state>``.
@@ -91,11 +86,7 @@ def write_safetensors(
         ConfigError: a table has a name that the format cannot hold. Nothing was written.
     """
     raw_ids = owners or {}
-    tensors = {
-        name: _tensors(reader, states=states, raw_ids=name in raw_ids)
-        for reader in readers
-        for name in (reader.spec.name,)
-    }
+    tensors = {each.spec.name: _tensors(each, states=states, raw_ids=each.spec.name in raw_ids) for each in readers}
     _check_names(tensors)
     shards = list(_shards([tensor for each in tensors.values() for tensor in each], shard_bytes))
     names = [f"model-{number:05d}-of-{len(shards):05d}.safetensors" for number in range(1, len(shards) + 1)]
@@ -150,7 +141,7 @@ def _tensors(reader: TableReader, *, states: bool, raw_ids: bool) -> list[_Tenso
     return tensors
 
 
-def _arrays(reader: TableReader, window: TableWindow, raw_ids: Ids | None, count: int) -> list[Array]:
+def _arrays(reader: TableReader, window: TableWindow, raw_ids: Array | None, count: int) -> list[Array]:
     """Return the parts of the first ``count`` tensors that a window has."""
     arrays: list[Array] = [window.weights]
     if raw_ids is not None:
@@ -197,7 +188,7 @@ def _write_table(
     reader: TableReader,
     tensors: Sequence[_Tensor],
     places: dict[str, _Slot],
-    raw_ids: Ids | None,
+    raw_ids: Array | None,
     progress: Callable[[int], None],
 ) -> None:
     for row0, rows in reader.windows():
