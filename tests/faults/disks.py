@@ -89,14 +89,14 @@ def log_full(form: Form) -> None:
     """The file log's disk is full for a while: frames wait, and go out when there is room."""
     row = form.board.row("disk of the file log full")
     subject = file_job(form, "log-full", commit_timeout_s=5.0)
-    _full_for_a_while(form, row, subject, subject.directory / "log", "no space left in")
+    _full_for_a_while(form, row, subject, subject.directory / "log")
 
 
 def direct_log_full(form: Form) -> None:
     """The same past the page cache: a write may end in the middle of a batch."""
     row = form.board.row("disk of the file log full, direct writes")
     subject = file_job(form, "direct-full", commit_timeout_s=5.0)
-    _full_for_a_while(form, row, subject, subject.directory / "log", "no space left in", real_disk)
+    _full_for_a_while(form, row, subject, subject.directory / "log", real_disk)
 
 
 def store_full(form: Form) -> None:
@@ -104,7 +104,7 @@ def store_full(form: Form) -> None:
     row = form.board.row("disk of the store full")
     subject = file_job(form, "store-full", commit_timeout_s=5.0)
     subject.settings.store = f"file://{subject.directory / 'store'}"
-    _full_for_a_while(form, row, subject, subject.directory / "store", "dense state was not saved")
+    _full_for_a_while(form, row, subject, subject.directory / "store")
 
 
 def _full_for_a_while(
@@ -112,7 +112,6 @@ def _full_for_a_while(
     row: Row,
     subject: Subject,
     folder: Path,
-    said: str,
     disk: Callable[[Path, int], contextlib.AbstractContextManager[None]] = small_disk,
 ) -> None:
     try:
@@ -120,22 +119,26 @@ def _full_for_a_while(
             with subject.living(row, team=TEAM) as incarnation:
                 for _ in range(3 if form.full else 1):
                     row.injected += 1
-                    row.fired += _full_once(incarnation, folder, said)
+                    row.fired += _full_once(incarnation, folder)
             subject.compare_all(form.draw("full"), None if form.full else 2)
     except CannotMount as error:
         row.not_run = str(error)
 
 
-def _full_once(incarnation: Incarnation, folder: Path, said: str) -> bool:
-    """Whether markers failed by name while there was no room."""
+def _full_once(incarnation: Incarnation, folder: Path) -> bool:
+    """Whether a marker failed because there was no room; the log's files and the store's say so in their words."""
     incarnation.await_reports(1)
     failures = len(incarnation.lines("failed"))
+
+    def named() -> bool:
+        return any("no space left" in line.lower() for line in incarnation.lines("failed")[failures:])
+
     ballast = fill(folder, 50_000)
-    incarnation.wait("a marker that fails", lambda: len(incarnation.lines("failed")) > failures)
+    incarnation.wait("a marker that fails because there is no room", named)
     incarnation.await_steps(STEPS_DURING)
     ballast.unlink()
     incarnation.await_reports(2)
-    return any(said in line for line in incarnation.lines("failed")[failures:])
+    return named()
 
 
 def broker_disk_full(form: Form) -> None:

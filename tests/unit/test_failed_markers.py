@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.faults.disks import CannotMount, small_disk
+from torchrec_stream_ckpt.dense.dcp import save_together
 from torchrec_stream_ckpt.errors import MarkerFailedError, StoreUnavailableError
 from torchrec_stream_ckpt.save import failed_markers
 from torchrec_stream_ckpt.save.failed_markers import FailureLog, hint_for, why_not_saved
@@ -26,6 +33,27 @@ def test_a_full_disk_is_named_with_its_place_however_deep_it_lies() -> None:
     assert why_not_saved(ValueError("no"), "file:///store") == "ValueError: no"
     assert hint_for(["rank 0: ValueError: no"]) == ""
     assert "Try" not in why_not_saved(StoreUnavailableError("it is away", hint="bring it back"), "file:///store")
+
+
+@pytest.fixture
+def alone() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("num_values", [3_000, 20_000])
+def test_a_disk_that_fills_up_in_the_middle_of_an_entry_is_named(
+    num_values: int, alone: dist.ProcessGroup, tmp_path: Path
+) -> None:
+    disk = contextlib.ExitStack()
+    try:
+        disk.enter_context(small_disk(tmp_path / "disk", 16_384))
+    except CannotMount as error:
+        pytest.skip(f"no small disk: {error}")
+    with disk, pytest.raises(RuntimeError) as caught:
+        save_together({"first": torch.zeros(num_values), "second": torch.zeros(8)}, tmp_path / "disk" / "dense", alone)
+    assert why_not_saved(caught.value, "file:///store") == "no space left in file:///store"
 
 
 def test_one_reason_is_logged_once_a_minute_with_a_count(monkeypatch: pytest.MonkeyPatch) -> None:

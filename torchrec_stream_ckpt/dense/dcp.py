@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from functools import cache, lru_cache
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -30,8 +31,39 @@ Entries = Mapping[str, Any]
 """Name -> DCP's metadata."""
 
 
+class _DenseFile(io.BufferedWriter):
+    """A file that keeps the error of a write. torch's archive hides it behind "unexpected pos"."""
+
+    failure: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except OSError as error:
+            self.failure = error
+            raise
+
+
+class _Files(FileSystem):
+    """DCP's file system, for writing. A full disk is an OSError, whichever write met it."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        with _DenseFile(io.FileIO(path, mode.rstrip("b"))) as part:
+            try:
+                yield part
+            except RuntimeError:
+                if part.failure is None:
+                    raise
+                raise part.failure from None
+
+
 class _Writer(FileSystemWriter):
     """DCP's writer, with failpoints between its parts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.fs = _Files()
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         failpoint("dense.part")
