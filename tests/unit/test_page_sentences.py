@@ -167,7 +167,7 @@ def test_what_serializing_takes() -> None:
         r"ms, ([\d.]+)% less than pickle": less("read"),
         r"CRC32C alone takes ([\d.]+) of our ([\d.]+) ms": [read.median(name) / 1e3 for name in ("CRC32C", "ours")],
     }
-    check_sentences("docs/performance.md", said)
+    check_sentences("benchmarks/encode/README.md", said)
 
 
 def test_a_load_beside_a_restore() -> None:
@@ -224,7 +224,7 @@ def test_a_dense_copy_next_to_a_bare_one() -> None:
         r"`mark\(\)` takes ([\d.]*\d)": [point.median(x) for point in (two, four) for x in ("VELOC-Sharded", "ours")],
         r"takes ([\d.]+) to ([\d.]+) ms a megabyte": [min(save), max(save)],
     }
-    check_sentences("docs/performance.md", said)
+    check_sentences("benchmarks/dense/README.md", said)
     assert all(
         dense.point(f"600 MB, {ranks} ranks").median("ours")
         < dense.point(f"600 MB, {ranks} ranks").median("VELOC-Sharded")
@@ -326,4 +326,4 @@ def test_cost_of_the_dense_digest_and_of_its_balance() -> None:
         ],
         r"on two ranks ([\d.]+) and ([\d.]+) with the same balance": two,
     }
-    check_sentences("docs/performance.md", wanted)
+    check_sentences("benchmarks/dense/README.md", wanted)
