@@ -213,9 +213,7 @@ def test_what_the_pages_on_costs_say_in_words() -> None:
                     *(point.variants[name]["rounds"] for name in ("ours", "ours, without proof")), strict=True
                 )
             ),
-            r"as a whole took ([\d.]+) ms in that run, more than its goal of 10": [
-                older.point("table").median("ours")
-            ],
+            r"as a whole took ([\d.]+) ms in that run, more than its goal of 10": [older.point("table").median("ours")],
         },
         "docs/performance.md": {
             r"add ([\d.]+) to ([\d.]+) us of CPU time": sorted(added),
