@@ -275,7 +275,6 @@ def test_what_the_deepfreeze_page_says_of_their_cadence() -> None:
     ends = [end for variant in (one, two) for end in lost[variant, "none again"][1:]]
     said: dict[str, Iterable[float]] = {
         r"it blocks ([\d.]+) times less on one rank and ([\d.]+) on two": less,
-        r"waits ([\d.]+) and ([\d.]+) times less for `mark\(\)`": less,
         r"runtime overhead \| ([\d.]+) times less on 1 rank, ([\d.]+) on 2": [
             theirs / own for theirs, own in zip(save, ours, strict=True)
         ],
