@@ -137,21 +137,20 @@ def report(board: Board) -> str:
     run = "\n".join(f"| {name} | {value} |" for name, value in board.about.items())
     return f"""# Chaos
 
-This page is the output of one run of `make chaos`. {total.fired} faults fired, and {total.compared} markers were
-compared: {total.lost} lost, {total.wrong} wrong. Faults that differ only in the fail point or the log share a row; its
-remark has the range. [chaos.json](chaos.json) has them one by one.
+The output of `make chaos`: {total.fired} faults fired, and {total.compared} markers were compared: {total.lost} lost,
+{total.wrong} wrong. Faults that differ only in the fail point or the log share a row; its remark has the range.
+[chaos.json](chaos.json) has them one by one.
 
 Real jobs of one to three gloo ranks train with DCP for the dense state, on the file log and on a real broker. Before
-each step goes to the checkpointer, the job saves a copy of its whole state. Each restored state is compared with that
-copy, bit for bit. Hosts that are cut off, or lose power, are network namespaces on one machine, with three brokers.
+each step the job saves a copy of its whole state; each restored state is compared with it, bit for bit. Hosts that are
+cut off, or lose power, are network namespaces on one machine, with three brokers.
 
-- *fired*: injected faults with evidence that they happened: an exit by SIGKILL after a line that the fail point wrote,
-  an error that strace injected, a refused or silent connection. A row with less than it injected shows both, and fails.
+- *fired*: injected faults with evidence that they happened. A row with less than it injected shows both, and fails.
 - *compared*: markers that were restored after the fault and equal the copy; for the power loss, markers that were read
   whole from a rebuilt disk.
 - *refused*: markers whose bytes the fault itself destroyed, and whose restore was refused by name.
 - *lost*: committed markers that could not be restored. *wrong*: restores that differ, markers that should not exist,
-  ranks that did not end as they must. A single one fails the run.
+  ranks that did not end as they must. One of either fails the run, and gets a column.
 
 {board.markdown()}
 

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import compress
 from pathlib import Path
 
 from rich.table import Table
@@ -130,15 +131,21 @@ class Board:
         return table
 
     def markdown(self) -> str:
-        """The table of a page. Faults that are well and differ only in their fail point or log share a row."""
+        """The table of a page. Faults that are well and differ only in their fail point or log share a row.
+
+        The columns of lost and wrong ones are omitted if they hold nothing but zeros.
+        """
         groups: dict[str, list[Row]] = {}
         for row in self.rows.values():
             alone = row.verdict() or row.not_run
             groups.setdefault(row.fault if alone else _LOG.sub("", _POINT.sub(_HOLE, row.fault)), []).append(row)
         rows = [group[0] if len(group) == 1 else _merged(name, group) for name, group in groups.items()]
-        lines = ["| " + " | ".join(HEAD) + " |", "|---|" + "---:|" * 5 + "---|"]
-        for row in [*rows, self.total()]:
-            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in row.cells()).rstrip() + " |")
+        total = self.total()
+        kept = [name not in ("lost", "wrong") or getattr(total, name) > 0 for name in HEAD]
+        lines = ["| " + " | ".join(compress(HEAD, kept)) + " |", "|---|" + "---:|" * (sum(kept) - 2) + "---|"]
+        for row in [*rows, total]:
+            cells = (cell.replace("|", "\\|") for cell in compress(row.cells(), kept))
+            lines.append("| " + " | ".join(cells).rstrip() + " |")
         return "\n".join(lines)
 
     def total(self) -> Row:

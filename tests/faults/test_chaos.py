@@ -203,10 +203,14 @@ def test_faults_at_several_points_and_logs_share_a_row_of_the_page() -> None:
         row.remark = f"failed after {10 * number} s"
     board.row("SIGSTOP at dense.part, files").injected = 1
     assert board.markdown().splitlines()[2:] == [
-        "| SIGSTOP at 2 points, files and kafka | 6 | 6 | 0 | 0 | 0 | failed after 10 to 30 s |",
-        "| SIGSTOP at dense.part, files | 0 of 1 | 0 | 0 | 0 | 0 | |",
-        "| all | 6 of 7 | 6 | 0 | 0 | 0 | |",
+        "| SIGSTOP at 2 points, files and kafka | 6 | 6 | 0 | failed after 10 to 30 s |",
+        "| SIGSTOP at dense.part, files | 0 of 1 | 0 | 0 | |",
+        "| all | 6 of 7 | 6 | 0 | |",
     ]
+    board.row("SIGSTOP at dense.part, files").wrong = 2
+    head, align, *_, last = board.markdown().splitlines()
+    assert (head, align) == ("| fault | fired | compared | refused | wrong | remark |", "|---|---:|---:|---:|---:|---|")
+    assert last == "| all | 6 of 7 | 6 | 0 | 2 | |"
 
 
 def test_the_page_is_the_filed_run() -> None:
