@@ -61,12 +61,12 @@ RESTORED = ("exact", "limited")
 """Outcomes of jobs that have a stream, which can be served."""
 SERVED = ("tables", "model", "raw ids")
 """Ways to serve a job."""
-FOLDED = (2, 3, 4, 1)
-"""Columns in which a line lists several values: plan, module, pipeline and kernel."""
+FOLDED = (2, 3, 4, 1, 0)
+"""Columns in which a line lists several values: plan, module, pipeline, kernel and optimizer."""
 
 INTRO = """# Coverage
 
-Can I use my model with it? The tables after these eleven rows list each combination, with its tests.
+Can I use my model with it? The later tables list each combination, with its tests.
 """
 IN_SHORT = (
     (
@@ -144,17 +144,16 @@ IN_SHORT = (
 )
 """What people ask first."""
 MORE = """\
-*Exact*: every table, every optimizer state, the kernels' own counters and the dense model, restored from a marker,
-equal those of the live job at the cut, bit for bit. *Refused*: by an error, with its text. *On an H100*: [one
-rank](guarantees.md#on-a-gpu). *Not run*, *not tested*: unknown. For writes to tables outside the update see
-[guarantees.md](guarantees.md#limits-of-exactness). `make coverage` generates this page from the tests.
+*Exact*: every table, optimizer state, counter of the kernels and the dense model, restored from a marker, equal those
+of the live job at the cut, bit for bit. *Refused*: by an error, with its text. *On an H100*: [one
+rank](guarantees.md#on-a-gpu). *Not run*, *not tested*: unknown. [Writes to tables outside the
+update](guarantees.md#limits-of-exactness) are not in it. `make coverage` generates this page from the tests.
 
 *Served*: the same test [follows](follow.md) the job on a CPU, and compares the answers at markers with the trainer's
 state, bit for bit. *Tables*: weights of `FollowedTables`. *Model*: a `FollowedModel`, its collections in float and
-quantized to int8. *Raw ids*: `lookup()` of every raw id that has a row. *Not tested*: no test serves it. Refusals
-are in [a separate table](#refused).
+quantized to int8. *Raw ids*: `lookup()` of every raw id that has a row. Refusals are in [a separate table](#refused).
 
-Semicolons separate the entries of a list: a row covers every combination of its entries. Commas are part of one entry.
+A row covers every combination of the entries that semicolons separate. Commas are part of one entry.
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
@@ -167,8 +166,7 @@ HEADINGS = {
 SHARDERS = """
 ## Sharders of TorchRec
 
-All classes of sharders in the installed TorchRec (`tests/sharders.py`). A test fails if one is missing here. *Exact*
-holds for the kernels and plans above.
+All classes of sharders in the installed TorchRec. *Exact* holds for the kernels and plans above.
 
 | sharder | its modules are | test |
 |---|---|---|
