@@ -133,7 +133,7 @@ def more(point: Point, way: str) -> float:
 
 
 def test_what_checkpoints_add_over_ranks() -> None:
-    result, name = newest("tiers", "ranks"), "docs/papers/scr_exa.md"
+    result, name = newest("tiers", "ranks"), "benchmarks/tiers/README.md"
     two = result.point("2 ranks")
     longer = [1 / two.variants[way]["ratio"] for way in ("torch.save", "far", "near, far")]
     said: dict[str, Iterable[float]] = {
