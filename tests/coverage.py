@@ -118,6 +118,12 @@ IN_SHORT = (
         "raw ids; as a model: refused",
     ),
     (
+        "hash ZCH (MPZCH) with TTL, LRU or no eviction",
+        "exact, where a stand-in of the tests trains it; shards with other buckets are refused",
+        "not tested",
+        "raw ids; as a model: refused",
+    ),
+    (
         "fp32, fp16 or bf16 weights",
         "fp32, fp16: exact; bf16: TorchRec trains none",
         "fp32, fp16: exact; bf16: refused",
@@ -136,7 +142,7 @@ IN_SHORT = (
         "DDP with Adam: tables, model; the others: not tested",
     ),
     (
-        "UVM tables; SSD and key-value tables, 2D parallelism, ITEP, hash ZCH, quantized tables",
+        "UVM tables; SSD and key-value tables, 2D parallelism, ITEP, quantized tables",
         "UVM needs a GPU; the others are refused",
         "UVM: exact, with a cache too; the others: refused",
         "not tested",

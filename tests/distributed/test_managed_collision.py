@@ -185,14 +185,17 @@ class _OtherPolicy(LFU_EvictionPolicy):
     """A policy that may keep more than it says."""
 
 
+class _OtherModule(HashZchManagedCollisionModule):
+    """A module that may keep more than its parent."""
+
+
 def _attach_refused(uri: str) -> list[str]:
     said = []
-    torch.manual_seed(0)
-    hashed = Net("bag", LFU_EvictionPolicy(), weighted=False, intervals=(3, 4))
-    hashed.mc._managed_collision_collection._managed_collision_modules["two"] = HashZchManagedCollisionModule(
+    other = Net("bag", LFU_EvictionPolicy(), weighted=False, intervals=(3, 4))
+    other.mc._managed_collision_collection._managed_collision_modules["two"] = _OtherModule(
         zch_size=24, device=torch.device("cpu"), total_num_buckets=2
     )
-    for net in (hashed, Net("bag", _OtherPolicy(), weighted=False, intervals=(3, 4))):
+    for net in (other, Net("bag", _OtherPolicy(), weighted=False, intervals=(3, 4))):
         each = job(net=net)
         with pytest.raises(UnsupportedError) as caught:
             attach(each, uri)
@@ -200,16 +203,15 @@ def _attach_refused(uri: str) -> list[str]:
     return said
 
 
-@pytest.mark.pitfall(20)
 @pytest.mark.covers(
-    module="hash ZCH, own eviction policies",
+    module="managed collision, own modules and eviction policies",
     outcome="refused",
-    why="`the id map of HashZchManagedCollisionModule is not captured`",
+    why="`the id map of ... is not captured`, `the eviction policy ... is not captured`",
 )
 def test_maps_whose_state_is_not_known_are_refused_at_attach(tmp_path: Path) -> None:
-    hashed, policy = warm.run(2, _attach_refused, f"file://{tmp_path}")[0]
-    assert "HashZchManagedCollisionModule is not captured" in hashed
-    assert "table=two" in hashed
+    module, policy = warm.run(2, _attach_refused, f"file://{tmp_path}")[0]
+    assert "the id map of _OtherModule is not captured" in module
+    assert "table=two" in module
     assert "_OtherPolicy is not captured" in policy
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -182,14 +183,20 @@ class _Live:
         self.rows = rows
         self.now = np.full(rows, NO_ID, np.int64)
         self.writes = self.reads = 0
+        self.told: list[int] | None = None
+        """Rows that the map says to have lost their raw ids; None: it does not know."""
 
     @property
     def version(self) -> tuple[int, ...]:
         return (self.writes,)
 
-    def owners(self) -> np.ndarray:
-        self.reads += 1
-        return self.now.copy()
+    def lost(self, seen: tuple[int, ...] | None) -> np.ndarray | None:
+        told, self.told = self.told, None if self.told is None else []
+        return None if told is None or seen is None else np.array(told, np.int64)
+
+    def owners(self, rows: np.ndarray | None = None) -> np.ndarray:
+        self.reads += self.rows if rows is None else len(rows)
+        return self.now.copy() if rows is None else self.now[rows]
 
     def set(self, **owners: int) -> None:
         for row, raw_id in owners.items():
@@ -270,7 +277,45 @@ def test_an_unchanged_map_is_not_read_between_cuts() -> None:
                 sent.live.set(_0=step)
             assert sent.stream.evict(DRAIN)
         reads.append(sent.live.reads - before)
-    assert reads == [2, 2]
+    assert reads == [2 * sent.live.rows] * 2
+
+
+def test_of_a_map_that_knows_its_losses_only_these_rows_are_compared() -> None:
+    reads = []
+    for rows in (10, 100_000):
+        sent = _Sent(rows, 2 * 10**7)
+        sent.live.told = []
+        sent.live.now[:] = np.arange(rows)
+        sent.cut()
+        sent.take()
+        before = sent.live.reads
+        sent.live.set(_3=rows + 3, _5=rows + 5)
+        sent.live.told = [3, 4, 5]
+        assert sent.stream.evict(DRAIN)
+        assert sent.take() == [(3, 3, EVICTED), (5, 5, EVICTED)]
+        reads.append(sent.live.reads - before)
+        sent.cut()
+        assert sent.take() == [(3, rows + 3, ASSIGNED), (5, rows + 5, ASSIGNED)]
+    assert reads == [3, 3]
+
+
+def test_losses_that_do_not_fit_into_the_ring_are_found_again() -> None:
+    rows = ID_LAYOUT.max_rows + 5
+    sent = _Sent(rows, 4 * 10**7, 0)
+    sent.live.told = []
+    sent.live.now[:] = np.arange(rows)
+    sent.cut()
+    assert len(sent.take()) == rows
+    sent.live.now[:] += rows
+    sent.live.set(_0=-7)
+    sent.live.told = list(range(rows))
+    real, sent.ring.acquire = sent.ring.acquire, Mock(side_effect=[sent.ring.acquire(), None])  # type: ignore[method-assign]
+    assert not sent.stream.evict(DRAIN)
+    sent.ring.acquire = real  # type: ignore[method-assign]
+    assert len(sent.take()) == ID_LAYOUT.max_rows
+    assert sent.stream.evict(DRAIN)
+    assert sent.take() == [(row, row, EVICTED) for row in range(ID_LAYOUT.max_rows, rows)]
+    sent.cut()
 
 
 def test_events_are_as_many_as_changes_whatever_the_rows() -> None:

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.proof import Ints
 from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.format.rows import ASSIGNED, EVICTED, ID_LAYOUT, NO_ID, events_frame_bytes, put_events
-from torchrec_stream_ckpt.model import CollisionMap
+from torchrec_stream_ckpt.model import IdMap
 
 _NONE: Ints = np.empty(0, np.int64)
 _Take = Callable[[Drain, int], FrameBuffer | None]
@@ -32,7 +32,7 @@ _Take = Callable[[Drain, int], FrameBuffer | None]
 class _SentMap:
     """One id map, as the frames so far describe it."""
 
-    live: CollisionMap
+    live: IdMap
     table: int
     """Index of the table."""
     sent: Ints = field(init=False)
@@ -55,8 +55,8 @@ class _SentMap:
 class IdStream:
     """Sends the id events of one generation. All methods run on the training thread.
 
-    A look at an unchanged map reads four numbers. A map is compared only after an eviction, for which TorchRec has
-    sorted it, and at each cut.
+    A look at an unchanged map reads a few numbers. A map is compared only after an eviction, for which TorchRec has
+    sorted it, and at each cut. After an eviction of hash ZCH only the evicted rows are compared.
 
     Args:
         maps: Id maps of this rank; empty if it has none.
@@ -68,7 +68,7 @@ class IdStream:
 
     def __init__(
         self,
-        maps: Sequence[CollisionMap],
+        maps: Sequence[IdMap],
         tables: Mapping[str, int],
         header: Callable[[Kind, int, int], Header],
         ring: FrameRing,
@@ -86,8 +86,11 @@ class IdStream:
             version = each.live.version
             if version == each.seen:
                 continue
-            # A full ring: nothing is compared, at whatever number of boundaries.
-            if not (self._ring.has_room and self._send_evicted(each, each.live.owners(), drain, self._take)):
+            if not self._ring.has_room:  # nothing is compared, at whatever number of boundaries
+                return False
+            rows = each.live.lost(each.seen)
+            each.seen = None  # if not all events fit, the whole map is compared
+            if not self._send_evicted(each, rows, each.live.owners(rows), drain, self._take):
                 return False
             each.seen = version
         return True
@@ -97,7 +100,7 @@ class IdStream:
         keep which have got one. Returns False if there is no space: the cut has to be given up."""
         for each in self._maps:
             version, owners = each.live.version, each.live.owners()
-            if not self._send_evicted(each, owners, drain, self._borrow):
+            if not self._send_evicted(each, None, owners, drain, self._borrow):
                 self.let_go()
                 return False
             each.seen = version
@@ -124,8 +127,11 @@ class IdStream:
         """(open cut) Return the digests of the maps that all frames before its MARK add up to, by entry."""
         return {id_entry(each.live.table): (each.digest + each.pairs(*each.new)) % MODULUS for each in self._maps}
 
-    def _send_evicted(self, each: _SentMap, owners: Ints, drain: Drain, take: _Take) -> bool:
-        rows = np.flatnonzero((each.sent != NO_ID) & (each.sent != owners))
+    def _send_evicted(self, each: _SentMap, looked: Ints | None, owners: Ints, drain: Drain, take: _Take) -> bool:
+        """Send which raw ids have lost their rows, of all rows or of those in ``looked``, with these owners."""
+        sent = each.sent if looked is None else each.sent[looked]
+        rows = np.flatnonzero((sent != NO_ID) & (sent != owners))
+        rows = rows if looked is None else looked[rows]
         return self._send(each, rows, each.sent[rows], EVICTED, drain, take) == len(rows)
 
     def _send(

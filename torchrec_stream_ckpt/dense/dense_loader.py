@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.dense.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.findings import Misfit
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry
-from torchrec_stream_ckpt.model import CollisionMap, check_wrappers, load_wrapper_states
+from torchrec_stream_ckpt.model import IdMap, check_wrappers, load_wrapper_states
 
 log = logging.getLogger(__name__)
 
@@ -299,7 +299,7 @@ class DenseLoader:
             "rates and kernel iteration counts"
         )
 
-    def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[CollisionMap], list[State]]:
+    def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[IdMap], list[State]]:
         """Return the live maps that are restored from a marker, and their state there."""
         come = {each.table: each.table for each in self._live.id_maps}
         if match is not None and match.id_maps is not None:

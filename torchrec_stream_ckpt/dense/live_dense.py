@@ -89,7 +89,7 @@ class LiveDense:
         given = (*shared.items(), *(rank0 or {}).items(), *per_rank.items())
         self.schedule_watch = ScheduleWatch(optimizer, given)
         self._before_step: Callable[[], None] = _nothing
-        self._unwatch: Callable[[], None] | None = None
+        self._unwatch: list[Callable[[], None]] = []
         try_states(self.shared, self.compared, self.per_rank)
         self._try_rest()
 
@@ -106,14 +106,15 @@ class LiveDense:
             try_blob_of(schedule.state_title, schedule.state())
 
     def watch(self, before_step: Callable[[], None]) -> None:
-        """Observe optimizer steps, handed over or not, and calls that clear gradients, until :meth:`unwatch`.
+        """Observe optimizer steps, handed over or not, calls that clear gradients, and evictions of raw ids, until
+        :meth:`unwatch`.
 
         Args:
             before_step: Called before each of these steps, on its thread.
         """
         self._before_step = before_step
         self.gradients.watch()
-        self._unwatch = watch_steps(self._begins, self._stepped)
+        self._unwatch = [watch_steps(self._begins, self._stepped), *(each.watch() for each in self.id_maps)]
 
     def _begins(self, optimizer: torch.optim.Optimizer) -> None:
         self._before_step()
@@ -127,9 +128,9 @@ class LiveDense:
     def unwatch(self) -> None:
         """Remove the hooks of :meth:`watch`."""
         self.gradients.unwatch()
-        if self._unwatch is not None:
-            self._unwatch()
-            self._unwatch = None
+        for remove in self._unwatch:
+            remove()
+        self._unwatch = []
         self._before_step = _nothing
 
     def checked_view(self) -> nn.Module:

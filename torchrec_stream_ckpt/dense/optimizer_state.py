@@ -165,9 +165,13 @@ def _tree(
 
 
 def named_groups(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> list[dict[str, Any]]:
-    """Return the param groups of ``optimizer`` with names instead of parameters."""
+    """Return the param groups of ``optimizer`` with names instead of parameters, without those of id maps.
+
+    TorchRec's hash ZCH keeps raw ids in a parameter, which has no gradient.
+    """
     return [
-        {**group, "params": [names[id(parameter)] for parameter in group["params"]]} for group in optimizer.param_groups
+        {**group, "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]}
+        for group in optimizer.param_groups
     ]
 
 

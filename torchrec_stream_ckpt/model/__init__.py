@@ -95,6 +95,18 @@ of ``MCHManagedCollisionModule``:
 ``_history_accumulator``, ``_history_metadata``,      1.0    raw ids since the last eviction
 ``_current_history_buffer_offset``,
 ``_input_history_buffer_size``
+of ``HashZchManagedCollisionModule``:
+``_hash_zch_identities``, ``_hash_zch_metadata``,     1.9    raw id, hour of expiry and counters of each row
+``_hash_zch_runtime_meta``, ``_zch_size``
+``_output_segments``, ``_start_bucket``               1.9    the rows of each bucket, and which those are
+``_output_global_offset_tensor``, ``input_mapper``    1.9    the bucket of a raw id
+``_input_hash_size``, ``_max_probe``,                 1.9    where a raw id is looked for
+``_opt_in_prob``, ``_disable_fallback``,
+``get_reserved_slots_per_bucket``
+``evict``, ``_evicted_indices``                       1.9    rows whose reset is due
+``_is_inference``                                     1.9    whether it trains
+of its ``TrainInputMapper``:
+``_inference_dispatch_div_train_world_size``          1.9    whether it keeps raw ids, or quotients
 of ``torch.ops.fbgemm``:
 ``linearize_cache_indices``, ``lxu_cache_lookup``     1.0    (GPU) linear rows, and their place in the cache
 of ``KeyedOptimizerWrapper``, ``WarmupOptimizer`` and ``GradientClippingOptimizer``:
@@ -119,7 +131,7 @@ from torchrec_stream_ckpt.model.buffers import (
     has_home,
     tell_ddp,
 )
-from torchrec_stream_ckpt.model.collision import COUNTERS, NO_ID, CollisionMap, id_maps
+from torchrec_stream_ckpt.model.collision import COUNTERS, NO_ID, CollisionMap, IdMap, id_maps
 from torchrec_stream_ckpt.model.comm_hooks import comm_hooks
 from torchrec_stream_ckpt.model.dense import (
     ReplicatedTables,
@@ -139,6 +151,7 @@ from torchrec_stream_ckpt.model.gradients import (
     watch_steps,
     watch_zero_grad,
 )
+from torchrec_stream_ckpt.model.hash_collision import LAYOUT, HashMap
 from torchrec_stream_ckpt.model.kernel_guard import KernelGuard, check_free, claim
 from torchrec_stream_ckpt.model.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.model.lookups import FusedUpdate, Key, Lookup
@@ -154,6 +167,7 @@ from torchrec_stream_ckpt.model.wrappers import (
 
 __all__ = [
     "COUNTERS",
+    "LAYOUT",
     "NO_ID",
     "BufferSlot",
     "CollisionMap",
@@ -161,6 +175,8 @@ __all__ = [
     "FusedKernel",
     "FusedUpdate",
     "GradientVersion",
+    "HashMap",
+    "IdMap",
     "KernelGuard",
     "Key",
     "LocalShard",

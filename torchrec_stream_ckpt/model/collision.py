@@ -5,6 +5,7 @@ Rows that an eviction resets are noticed by ``FusedKernel.on_rewrite``: TorchRec
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from torch import nn
 from torchrec.distributed.mc_embedding import ShardedManagedCollisionEmbeddingCollection
 from torchrec.distributed.mc_embeddingbag import ShardedManagedCollisionEmbeddingBagCollection
 from torchrec.distributed.mc_modules import ShardedManagedCollisionCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import (
     DistanceLFU_EvictionPolicy,
     LFU_EvictionPolicy,
@@ -24,6 +26,7 @@ from torchrec.modules.mc_modules import (
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.model import versions
 from torchrec_stream_ckpt.model.compiled import unwrapped
+from torchrec_stream_ckpt.model.hash_collision import HashMap, hash_map
 from torchrec_stream_ckpt.util.types import plain_name
 
 COLLISION_WRAPPERS = (ShardedManagedCollisionEmbeddingBagCollection, ShardedManagedCollisionEmbeddingCollection)
@@ -60,6 +63,9 @@ class CollisionMap:
         See ``COUNTERS``.
     """
 
+    ROWS = "map_rows"
+    """A field with one number for each row."""
+
     def __init__(self, table: str, module: MCHManagedCollisionModule, world: int, rank: int) -> None:
         self.table = table
         self.row0 = module._output_global_offset
@@ -80,12 +86,24 @@ class CollisionMap:
         tensors = (self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping)
         return tuple(number for each in tensors for number in (each.data_ptr(), each._version))
 
-    def owners(self) -> npt.NDArray[np.int64]:
-        """Return the raw id of each row of the shard, ``NO_ID`` for free ones. On a GPU the host waits."""
-        raw_ids, rows = self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping
-        owners = torch.full_like(raw_ids, NO_ID).scatter_(0, rows - self.row0, raw_ids)
+    def watch(self) -> Callable[[], None]:
+        """Do nothing: :attr:`version` tells all. Returns the remover."""
+        return lambda: None
+
+    def lost(self, _seen: tuple[int, ...] | None) -> npt.NDArray[np.int64] | None:
+        """Return None: TorchRec sorts the whole map, so any row may have lost its raw id."""
+        return None
+
+    def owners(self, rows: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.int64]:
+        """Return the raw id of each row of the shard, ``NO_ID`` for free ones. On a GPU the host waits.
+
+        Args:
+            rows: Rows of the shard to read. If None, all.
+        """
+        raw_ids, mapping = self._module._mch_sorted_raw_ids, self._module._mch_remapped_ids_mapping
+        owners = torch.full_like(raw_ids, NO_ID).scatter_(0, mapping - self.row0, raw_ids)
         found: npt.NDArray[np.int64] = owners.cpu().numpy()
-        return found
+        return found if rows is None else found[rows]
 
     def read(self) -> dict[str, torch.Tensor]:
         """Return the current state as live views, valid until the next forward."""
@@ -164,13 +182,17 @@ def holds_id_maps(module: nn.Module) -> bool:
     return type(module) is ShardedManagedCollisionCollection
 
 
-def id_maps(model: nn.Module) -> list[CollisionMap]:
+IdMap = CollisionMap | HashMap
+"""The id map of one table shard."""
+
+
+def id_maps(model: nn.Module) -> list[IdMap]:
     """Return the id maps of this rank, in a fixed order.
 
     Raises:
         UnsupportedError: The state of a managed collision module or an eviction policy is unknown.
     """
-    maps = []
+    maps: list[IdMap] = []
     for path, wrapper in unwrapped(model).named_modules():
         if type(wrapper) in COLLISION_WRAPPERS:
             versions.COLLISION_WRAPPER.require(wrapper, module=path)
@@ -182,11 +204,13 @@ def id_maps(model: nn.Module) -> list[CollisionMap]:
     return maps
 
 
-def _id_map(path: str, table: str, module: Any, env: Any) -> CollisionMap:
+def _id_map(path: str, table: str, module: Any, env: Any) -> IdMap:
+    if type(module) is HashZchManagedCollisionModule:
+        return hash_map(f"{path}.{table}", module, path)
     if type(module) is not MCHManagedCollisionModule:
         raise UnsupportedError(
             f"the id map of {type(module).__name__} is not captured",
-            hint="use MCHManagedCollisionModule",
+            hint="use MCHManagedCollisionModule or HashZchManagedCollisionModule",
             module=path,
             table=table,
         )

@@ -190,7 +190,7 @@ def check_dense(model: nn.Module, optimizers: dict[str, torch.optim.Optimizer]) 
 
 
 def _check_dense_alone(model: nn.Module, kind: str, optimizer: torch.optim.Optimizer, dense: Collection[int]) -> None:
-    """Check that an optimizer of dense parameters holds no other parameters.
+    """Check that an optimizer of dense parameters holds no other parameters, except those of id maps.
 
     Args:
         model: The live model.
@@ -198,8 +198,10 @@ def _check_dense_alone(model: nn.Module, kind: str, optimizer: torch.optim.Optim
         optimizer: The optimizer.
         dense: Ids of the dense parameters.
     """
+    maps = (module for module in unwrapped(model).modules() if holds_id_maps(module))
+    known = {id(parameter) for module in maps for parameter in module.parameters()}.union(dense)
     held = [
-        parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in dense
+        parameter for group in optimizer.param_groups for parameter in group["params"] if id(parameter) not in known
     ]
     if not held:
         return

@@ -186,6 +186,29 @@ ID_MAP = HookPoints(
     ),
     used_inside=("_current_history_buffer_offset", "_evicted_emb_indices", "_history_accumulator"),
 )
+HASH_MAP = HookPoints(
+    "hash ZCH module",
+    (
+        "_disable_fallback",
+        "_evicted_indices",
+        "_hash_zch_identities",
+        "_hash_zch_metadata",
+        "_hash_zch_runtime_meta",
+        "_input_hash_size",
+        "_is_inference",
+        "_max_probe",
+        "_opt_in_prob",
+        "_output_global_offset_tensor",
+        "_output_segments",
+        "_start_bucket",
+        "_zch_size",
+        "evict",
+        "get_reserved_slots_per_bucket",
+        "input_mapper",
+    ),
+    used_inside=("_evicted_indices", "_hash_zch_identities", "_hash_zch_runtime_meta"),
+)
+INPUT_MAPPER = HookPoints("input mapper of a hash ZCH module", ("_inference_dispatch_div_train_world_size",))
 TORCH = HookPoints("package", ("_C",))
 BINDINGS = HookPoints("bindings of torch", ("_current_graph_task_id",))
 VARIABLE = HookPoints("class of tensors", ("_execution_engine",))
@@ -229,6 +252,8 @@ HOOK_POINTS = (
     COLLISION_WRAPPER,
     COLLISION_COLLECTION,
     ID_MAP,
+    HASH_MAP,
+    INPUT_MAPPER,
     TORCH,
     BINDINGS,
     VARIABLE,
