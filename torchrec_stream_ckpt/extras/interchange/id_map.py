@@ -12,11 +12,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.interchange.dense_state import read_entries
+from torchrec_stream_ckpt.extras.interchange.hash_rows import FREE, HashLayout
 from torchrec_stream_ckpt.format.rows import ASSIGNED, NO_ID, IdEvents
 
 Ids = npt.NDArray[np.int64]
 
 _FIELDS = ("map_raw_ids", "map_rows")
+_HASH_FIELDS = ("hash_raw_ids", "hash_hidden", "hash_buckets", "hash_layout")
 
 
 def shards_of(raw_ids: Ids, input_hash_size: int, shards: int) -> Ids:
@@ -99,23 +101,31 @@ class RawIdMap:
     Holds 40 to 72 bytes per raw id and row. A change of the map costs the same whatever its size.
 
     Args:
-        input_hash_size: As of ``MCHManagedCollisionModule``.
+        input_hash_size: As of the managed collision module.
         shards: (raw ids, rows) of each shard, in the order of their rows. A shard has all of its rows; free ones share
             :data:`NO_ID`, in TorchRec's order. The last shards may have no rows.
         table: The table, for errors.
+        hashed: The buckets, if the module is one of hash ZCH.
 
     Raises:
         ConfigError: raw ids contradict the hash size.
     """
 
-    def __init__(self, input_hash_size: int, shards: Sequence[tuple[Ids, Ids]], table: str = "") -> None:
+    def __init__(
+        self,
+        input_hash_size: int,
+        shards: Sequence[tuple[Ids, Ids]],
+        table: str = "",
+        hashed: HashLayout | None = None,
+    ) -> None:
         self._size = input_hash_size
+        self._hashed = hashed
         self._first = np.array([rows.min() if len(rows) else 0 for _, rows in shards], np.int64)
         self._last = np.array([rows.max() if len(rows) else -1 for _, rows in shards], np.int64)
         ids, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
         numbers = np.repeat(np.arange(len(shards)), [len(part) for part, _ in shards])
         used = ids != NO_ID
-        self._check_shards(ids[used], numbers[used], table)
+        self._check_shards(ids[used], rows[used], numbers[used], table)
         self._owners = np.full(int(self._last.max()) + 1, NO_ID, np.int64)
         """Raw id of each row."""
         self._owners[rows] = ids
@@ -126,12 +136,16 @@ class RawIdMap:
     def rows_of(self, raw_ids: Ids) -> Ids:
         """Return the row of each raw id. An unknown one has the last row of the shard that it is sent to.
 
-        The greatest int64 has the first free row of its shard, as in TorchRec, where that is its mark of free rows.
+        The greatest int64 has the first free row of its shard, as in TorchRec, where that is its mark of free rows. In
+        hash ZCH an unknown raw id has the row that its hash points to.
 
         Raises:
             ConfigError: a raw id is sent to a shard without rows, where TorchRec fails, too; or it is the greatest
-                int64, and the order of free rows is not known.
+                int64, and the order of free rows is not known. In hash ZCH: it has no bucket; or it is -1, TorchRec's
+                mark of free rows, or the greatest int64, which events use for free rows.
         """
+        if self._hashed is not None:
+            return self._hashed_rows(raw_ids, self._hashed)
         shards = shards_of(raw_ids, self._size, len(self._last))
         if (lost := self._last[shards] < 0).any():
             place = int(np.argmax(lost))
@@ -145,6 +159,15 @@ class RawIdMap:
         if (marks := raw_ids == NO_ID).any():
             rows[marks] = self._first_free(int(shards[int(np.argmax(marks))]))
         return rows
+
+    def _hashed_rows(self, raw_ids: Ids, layout: HashLayout) -> Ids:
+        if (marks := (raw_ids == FREE) | (raw_ids == NO_ID)).any():
+            raise ConfigError(
+                f"raw id {raw_ids[int(np.argmax(marks))]} marks free rows, in TorchRec's hash ZCH or in the stream",
+                hint="look up other raw ids",
+            )
+        shared, rows = layout.shared_rows(raw_ids), self._rows.find(raw_ids)
+        return np.where(rows >= 0, rows, shared)
 
     def after(self, frames: Sequence[tuple[int, IdEvents]], table: str) -> IdChanges:
         """Return what events change; this map stays as it is.
@@ -178,7 +201,7 @@ class RawIdMap:
             else:
                 what = f"raw id {raw_id} loses row {row}, which it does not have"
             raise CorruptionError(what, table=table)
-        self._check_shards(raw_ids, shards, table)
+        self._check_shards(raw_ids, rows, shards, table)
         return IdChanges(
             raw_ids[last_of_id],
             np.where(gets, rows, -1)[last_of_id],
@@ -210,13 +233,17 @@ class RawIdMap:
         taken = self._owners[free] != NO_ID
         return int(free[np.argmin(taken)]) if not taken.all() else int(self._last[shard])
 
-    def _check_shards(self, raw_ids: Ids, shards: Ids, table: str) -> None:
+    def _check_shards(self, raw_ids: Ids, rows: Ids, shards: Ids, table: str) -> None:
         world = len(self._last)
-        if strangers := int(np.count_nonzero(shards_of(raw_ids, self._size, world) != shards)):
+        if self._hashed is not None:
+            strangers, parts = self._hashed.strangers(raw_ids, rows), f"{len(self._hashed.edges) - 1} buckets"
+        else:
+            strangers, parts = int(np.count_nonzero(shards_of(raw_ids, self._size, world) != shards)), f"{world} shards"
+        if strangers:
             raise ConfigError(
-                f"input_hash_size {self._size} sends {strangers} raw ids of the marker to another of its "
-                f"{world} shards than the one that has them",
-                hint="give the input_hash_size of the trainer's MCHManagedCollisionModule",
+                f"input_hash_size {self._size} sends {strangers} raw ids of the marker to another of its {parts} than "
+                "the one that has them",
+                hint="give the input_hash_size of the trainer's managed collision module",
                 table=table,
             )
 
@@ -237,6 +264,16 @@ def _before(keys: Ids, after: Ids, first: Ids) -> tuple[Ids, npt.NDArray[np.bool
     return before, is_last
 
 
+@dataclass(frozen=True, slots=True)
+class _SavedMap:
+    """The id map of one table in a marker."""
+
+    shards: list[tuple[Ids, Ids]]
+    """(raw ids, rows) of each shard that has rows, in the order of their rows."""
+    hashed: tuple[Ids, Ids] | None = None
+    """(hash ZCH) The fields ``hash_buckets`` and ``hash_layout``."""
+
+
 def read_raw_ids(folder: Path) -> dict[str, Ids]:
     """Read the raw id of each row of all tables with an id map; :data:`NO_ID` for free rows.
 
@@ -250,22 +287,25 @@ def read_raw_ids(folder: Path) -> dict[str, Ids]:
         CorruptionError: the maps of a table do not give each of its rows at most one raw id, and each raw id one row.
     """
     owners = {}
-    for table, shards in _read_shards(folder).items():
-        ids, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
+    for table, saved in _read_maps(folder).items():
+        ids, rows = (np.concatenate(parts) for parts in zip(*saved.shards, strict=True))
         owners[table] = np.full(len(rows), NO_ID, np.int64)
         owners[table][rows] = ids
     return owners
 
 
-def _read_shards(folder: Path, tables: Iterable[str] | None = None) -> dict[str, list[tuple[Ids, Ids]]]:
-    """Read (raw ids, rows) of each shard that has rows, in the order of their rows; ``tables``: None for all."""
+def _read_maps(folder: Path, tables: Iterable[str] | None = None) -> dict[str, _SavedMap]:
+    """Read the id maps of tables; ``tables``: None for all."""
     reader = FileSystemReader(folder)
     metadata = reader.read_metadata()
     starts: dict[str, list[int]] = {}
+    hashed = set()
     for entry in metadata.state_dict_metadata:
-        if entry.startswith("collision.") and entry.endswith(f".{_FIELDS[0]}"):
-            table, row0, _ = entry.removeprefix("collision.").rsplit(".", 2)
+        if entry.startswith("collision.") and entry.endswith((f".{_FIELDS[0]}", f".{_HASH_FIELDS[0]}")):
+            table, row0, field = entry.removeprefix("collision.").rsplit(".", 2)
             starts.setdefault(table, []).append(int(row0))
+            if field == _HASH_FIELDS[0]:
+                hashed.add(table)
     found = {}
     for table in starts if tables is None else tables:
         if table not in starts:
@@ -274,15 +314,31 @@ def _read_shards(folder: Path, tables: Iterable[str] | None = None) -> dict[str,
                 hint="name only tables with managed collision in input_hash_sizes; other rows are known by number",
                 table=table,
             )
-        entries = [[f"collision.{table}.{row0}.{field}" for field in _FIELDS] for row0 in sorted(starts[table])]
-        values = read_entries(reader, metadata, [each for pair in entries for each in pair])
-        shards = [(values[ids].numpy(), values[rows].numpy()) for ids, rows in entries]
-        found[table] = [each for each in shards if len(each[0])] or shards[:1]
-        raw_ids, rows = (np.concatenate(parts) for parts in zip(*found[table], strict=True))
+        fields = _HASH_FIELDS if table in hashed else _FIELDS
+        names = [[f"collision.{table}.{row0}.{field}" for field in fields] for row0 in sorted(starts[table])]
+        values = read_entries(reader, metadata, [each for entries in names for each in entries])
+        pieces = [[values[entry].numpy() for entry in entries] for entries in names]
+        found[table] = saved = _hash_map(pieces, sorted(starts[table])) if table in hashed else _sorted_map(pieces)
+        raw_ids, rows = (np.concatenate(parts) for parts in zip(*saved.shards, strict=True))
         used = np.sort(raw_ids[raw_ids != NO_ID])
         if not np.array_equal(np.sort(rows), np.arange(len(rows))) or (used[1:] == used[:-1]).any():
             raise CorruptionError("the id maps of the marker give a row or a raw id twice", table=table)
     return found
+
+
+def _sorted_map(pieces: Sequence[Sequence[Ids]]) -> _SavedMap:
+    shards = [(raw_ids, rows) for raw_ids, rows in pieces]
+    return _SavedMap([each for each in shards if len(each[0])] or shards[:1])
+
+
+def _hash_map(pieces: Sequence[Sequence[Ids]], starts: Sequence[int]) -> _SavedMap:
+    shards = []
+    for (raw_ids, hidden, _, _), row0 in zip(pieces, starts, strict=True):
+        ids = np.where(raw_ids == FREE, NO_ID, raw_ids)
+        ids[hidden - row0] = NO_ID
+        shards.append((ids, row0 + np.arange(len(ids))))
+    _, _, buckets, layout = pieces[0]
+    return _SavedMap([each for each in shards if len(each[0])] or shards[:1], (buckets, layout))
 
 
 def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int], world: int) -> dict[str, RawIdMap]:
@@ -297,9 +353,20 @@ def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int], world: int) 
         SchemaMismatchError: the marker has no id map of a table.
         CorruptionError: a map gives a row or a raw id twice.
         ConfigError: its raw ids contradict the hash size.
+        UnsupportedError: TorchRec looks up no row for unknown raw ids of a table.
     """
     nothing = np.empty(0, np.int64), np.empty(0, np.int64)
-    return {
-        table: RawIdMap(input_hash_sizes[table], (*shards, *(nothing for _ in range(world - len(shards)))), table)
-        for table, shards in _read_shards(folder, input_hash_sizes).items()
-    }
+    found = {}
+    for table, saved in _read_maps(folder, input_hash_sizes).items():
+        size, layout = input_hash_sizes[table], None
+        if saved.hashed is not None:
+            layout = HashLayout.of(*saved.hashed, table)
+            if layout.input_hash_size != size:
+                raise ConfigError(
+                    f"input_hash_size is {size} here and {layout.input_hash_size} in the marker",
+                    hint="give the input_hash_size of the trainer's managed collision module",
+                    table=table,
+                )
+        shards = (*saved.shards, *(nothing for _ in range(world - len(saved.shards))))
+        found[table] = RawIdMap(size, shards, table, layout)
+    return found

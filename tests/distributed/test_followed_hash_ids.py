@@ -1,0 +1,131 @@
+"""Lookups by raw id of a job with hash ZCH: at each marker what TorchRec looks up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.sparse.jagged_tensor import JaggedTensor
+from typer.testing import CliRunner
+
+from tests import hashed, ranks
+from tests.collided import TABLES, attach, ranks_of
+from tests.hash_zch import FREE, trainable
+from tests.hashed import LRU, SINGLE, evicted, job
+from tests.parts import app
+from torchrec_stream_ckpt import FollowedTables, follow
+from torchrec_stream_ckpt.errors import ConfigError
+
+pytestmark = pytest.mark.distributed
+
+NAMES = [f"mc._embedding_module.{name}" for name, *_ in TABLES]
+SIZES = {f"mc._embedding_module.{name}": size for name, *_, size in TABLES}
+ENDS = torch.tensor([-(2**63), -2, 2**63 - 2])
+
+
+def _probes(size: int, build: dict[str, Any]) -> torch.Tensor:
+    """All raw ids there can be; without input_hash_size, the ends of int64, too."""
+    return torch.arange(size) if build.get("sized", True) else torch.cat([torch.arange(size), ENDS])
+
+
+def _answers(each: hashed.HashJob, build: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """By table: the live row of each probe, as the modules of TorchRec answer on the rank that it is sent to."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state, found = each.truth(), {}
+    for name, *_, size in TABLES:
+        module, probes = each.maps()[name], _probes(size, build)
+        mine = ranks_of(module, probes, world) == rank
+        module.eval()
+        looked = module.remap({name: JaggedTensor(values=probes[mine], lengths=torch.tensor([int(mine.sum())]))})
+        module.train()
+        rows = torch.zeros(len(probes), dtype=torch.int64)
+        rows[mine] = looked[name].values()
+        dist.all_reduce(rows)
+        (weights,) = [value for key, value in state.items() if key.endswith(f".{name}.weight")]
+        found[f"mc._embedding_module.{name}"] = weights[rows]
+    return found
+
+
+def _train_and_follow(uri: str, mode: str, begin: int, steps: int, build: dict[str, Any]) -> int:
+    """Train with a marker at each second step; on rank 0 a replica follows. Returns the evictions."""
+    sizes = {name: size if build.get("sized", True) else 0 for name, size in SIZES.items()}
+    with trainable() as clock:
+        each = job(clock, **build)
+        tables = FollowedTables(follow(uri, mode=mode), input_hash_sizes=sizes) if dist.get_rank() == 0 else None
+        truths = {}
+        with attach(each, uri, marker_every=None) as checkpointer:
+            if begin:
+                assert checkpointer.restore() is not None
+            for number in range(steps):
+                each.step()
+                checkpointer.step()
+                truths[each.step_number] = ({}, each.map_truth())
+                if number % 2:
+                    continue
+                checkpointer.mark().result(60)
+                expected = _answers(each, build)
+                if tables is not None:
+                    tables.advance()
+                    for name, size in SIZES.items():
+                        found = tables.lookup(name, _probes(size, build))
+                        assert torch.equal(found, expected[name]), (each.step_number, name)
+                    with pytest.raises(ConfigError):
+                        tables.lookup(name, torch.tensor([-1]))
+        if tables is not None:
+            tables.close()
+    return sum(sum(evicted(truths, table).values()) for table, *_ in TABLES)
+
+
+@pytest.mark.covers(
+    plan="row-wise, any ranks whose shards begin at bucket limits",
+    module="hash ZCH",
+    pipeline="plain",
+    served="raw ids",
+)
+@pytest.mark.parametrize("mode", ["markers", "rows"])
+def test_every_marker_answers_for_raw_ids_as_the_trainer(mode: str, tmp_path: Path) -> None:
+    uri, build = f"file://{tmp_path}", dict(SINGLE) if mode == "markers" else {**LRU, "sized": False}
+    assert sum(ranks.run(2, _train_and_follow, uri, mode, 0, 7, build)) > 3
+    assert sum(ranks.run(1, _train_and_follow, uri, mode, 7, 5, build)) > 3
+
+
+def _train(uri: str) -> dict[str, dict[int, list[float]]]:
+    """The weights of each raw id, by table."""
+    with trainable() as clock:
+        each = job(clock, **SINGLE)
+        with attach(each, uri, marker_every=None) as checkpointer:
+            for _ in range(5):
+                each.step()
+                checkpointer.step()
+            checkpointer.mark().result(60)
+        state, known = each.truth(), {}
+        for name, *_ in TABLES:
+            (weights,) = [value for key, value in state.items() if key.endswith(f".{name}.weight")]
+            owners = each.map_truth()[f"{name}._hash_zch_identities"].flatten().tolist()
+            known[f"mc._embedding_module.{name}"] = {
+                raw_id: weights[row].tolist() for row, raw_id in enumerate(owners) if raw_id != FREE
+            }
+        return known
+
+
+def test_exports_and_sinks_have_the_raw_id_of_each_row(tmp_path: Path) -> None:
+    uri, changes, exported = f"file://{tmp_path / 'log'}", tmp_path / "changes", tmp_path / "exported"
+    (known,) = ranks.run(1, _train, uri)
+    for more in (
+        ["follow", uri, "--parquet", str(changes), "--once"],
+        ["export", uri, "--to", f"parquet://{exported}"],
+    ):
+        said = CliRunner().invoke(app, more)
+        assert said.exit_code == 0, said.output
+    (folder,) = (each for each in changes.iterdir() if each.is_dir())
+    for name in NAMES:
+        rows = pyarrow.parquet.read_table(exported / f"{name}.parquet")
+        whole = dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "vector")), strict=True))
+        whole.pop(None, None)
+        assert whole == known[name] != {}
+        rows = pyarrow.parquet.read_table(folder / f"{name}.parquet")
+        assert dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "weights")), strict=True)) == whole
