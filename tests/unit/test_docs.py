@@ -121,6 +121,14 @@ def test_links_between_pages_lead_somewhere(page: Path) -> None:
     assert broken == []
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tables_are_whole(page: Path) -> None:
+    """The first of adjacent lines with bars is a header, so the second one is its rule: an empty line cuts a table."""
+    text = re.sub(r"```.*?```", "", page.read_text(), flags=re.S)
+    tables = re.findall(r"(?:^\|.*\n?)+", text, re.M)
+    assert [table.split("\n")[0] for table in tables if not re.match(r".*\n\|[-:| ]+\|(\n|$)", table)] == []
+
+
 def test_the_pictures_are_those_of_the_script(tmp_path: Path) -> None:
     script = ROOT / "scripts" / "draw_architecture.py"
     subprocess.run([sys.executable, str(script), "--to", str(tmp_path)], check=True, timeout=300)
