@@ -96,7 +96,7 @@ class FileLog:
         with explained("cannot write the file log", self._root):
             reason = refusal(nearest_folder(self._root))
         if reason:
-            log.warning("frames are written through the page cache, which takes more CPU time: %s", reason)
+            log.info("frames are written through the page cache, which takes more CPU time: %s", reason)
         return not reason
 
     def preflight(self) -> None:

@@ -106,8 +106,8 @@ class StreamConfig:
     If it is full, all ranks give the marker up, and its rows go with the next one."""
     log_writes: Annotated[
         Literal["buffered", "direct"],
-        Spec("{buffered,direct}", "direct: write files past the page cache, at less CPU time", alike=True),
-    ] = "buffered"
+        Spec("{buffered,direct}", "buffered: leave what a file log writes in the page cache", alike=True),
+    ] = "direct"
     """Way in which a file log is written. ``direct`` writes frames of 256 KiB and more past the page cache, which takes
     less CPU time. A reader on the same host, such as a relay, a follower or a HEAD, then reads them from the disk.
     ``buffered`` leaves them in the page cache. If the file system refuses direct writes, all are buffered, which
