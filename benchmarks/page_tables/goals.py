@@ -80,11 +80,12 @@ def limit(result: Result, num_bytes: float, what: str) -> str:
 def table(page: Path) -> Table:
     """A row for each goal of these cases, and one that says why for a case that was not measured."""
     found = [HEAD]
-    for case, make in CASES.items():
-        if not is_filed(case):
-            found.append([case, "-", "-", "not filed", VERDICT[None], "-", f"`{case}`"])
+    for name, make in CASES.items():
+        case, _, variant = name.partition(", ")
+        if not is_filed(case, variant):
+            found.append([name, "-", "-", "not filed", VERDICT[None], "-", f"`{case}`"])
             continue
-        rows = Rows(page, case)
+        rows = Rows(page, case, variant)
         why = rows.result.left_out.get(ALL)
         if why and not rows.result.points():
             found.append(rows.unmeasured(why))
@@ -222,6 +223,16 @@ def _restore(rows: Rows) -> Iterator[list[str]]:
             yield _consumed(rows, point)
 
 
+def _small(rows: Rows) -> Iterator[list[str]]:
+    """The fixed costs of a restore: CPU time of all threads."""
+    for point in rows.result.points():
+        for name in point.variants:
+            if rows.has(goal := f"{point.name}: {name}"):
+                source = name.removeprefix("ours, ")
+                what = f"CPU time of a restore of {point.name.removesuffix(', CPU')} x 64, {source}"
+                yield rows.row(goal, what, point.taken(name), point.others("torch.load, mmap + copy"))
+
+
 def _consumed(rows: Rows, point: Point) -> list[str]:
     raw, ours = point.variants
     middle, least, most = (100 * each for each in point.ratios(raw, ours))
@@ -268,8 +279,9 @@ CASES: dict[str, Callable[[Rows], Iterator[list[str]]]] = {
     "encode": _encode,
     "stream": _stream,
     "restore": _restore,
+    "restore, small": _small,
     "head": _head,
     "memory": _memory,
     "hooks": _hooks,
 }
-"""Cases of the table, in its order, and what makes their rows."""
+"""Cases of the table, some with a variant of their results, in its order, and what makes their rows."""
