@@ -18,11 +18,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule, TrainInputMapper
 from typer.testing import CliRunner
 
-from tests import ranks, stores
+from tests import hashed, ranks, stores
 from tests.collided import TABLES, State, Truths, attach, job, ranks_of, train
 from tests.followers import STEPS
+from tests.hash_zch import FREE, trainable
 from tests.model import differences
 from tests.parts import app, trim_log
 from torchrec_stream_ckpt import FollowedTables, follow
@@ -50,19 +52,15 @@ Owners = dict[str, dict[int, int]]
 Answers = dict[str, torch.Tensor]
 
 
-def _probes(table: str) -> torch.Tensor:
-    """All raw ids there can be, and the ends of int64."""
-    return torch.cat([torch.arange(SIZES[table]), ENDS])
+def _probes(table: str, kind: str = "sorted") -> torch.Tensor:
+    """All raw ids there can be, and the ends of int64, which have no bucket in hash ZCH."""
+    ids = torch.arange(SIZES[table])
+    return torch.cat([ids, ENDS]) if kind == "sorted" else ids
 
 
 def _owners(each: Any) -> Owners:
     """Which raw id has which row, on all ranks."""
-    mine = {
-        f"{PREFIX}{name}": dict(
-            zip(module._mch_sorted_raw_ids.tolist(), module._mch_remapped_ids_mapping.tolist(), strict=True)
-        )
-        for name, module in each.maps().items()
-    }
+    mine = {f"{PREFIX}{name}": _pairs(module) for name, module in each.maps().items()}
     said: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(said, mine)
     found = {table: {raw_id: row for maps in said for raw_id, row in maps[table].items()} for table in SIZES}
@@ -71,23 +69,45 @@ def _owners(each: Any) -> Owners:
     return found
 
 
-def _last_rows(each: Any, table: str) -> torch.Tensor:
-    """The row of each probe if it is unknown: the last one of the shard that it is sent to."""
+def _pairs(module: Any) -> dict[int, int]:
+    if isinstance(module, HashZchManagedCollisionModule):
+        row0 = module._output_segments[module._start_bucket]
+        ids = module._hash_zch_identities.flatten().tolist()
+        return {raw_id: row0 + place for place, raw_id in enumerate(ids) if raw_id != FREE}
+    return dict(zip(module._mch_sorted_raw_ids.tolist(), module._mch_remapped_ids_mapping.tolist(), strict=True))
+
+
+def _unknown_rows(each: Any, table: str, kind: str) -> torch.Tensor:
+    """The row of each probe if it is unknown: the last one of the shard that it is sent to.
+
+    In hash ZCH it is that which FBGEMM's kernel finds in a table without raw ids.
+    """
     name, world = table.removeprefix(PREFIX), dist.get_world_size()
-    (rows,) = [rows for each_name, rows, *_ in TABLES if each_name == name]
-    return (ranks_of(each.maps()[name], _probes(table), world) + 1) * (rows // world) - 1
+    if kind == "hash":
+        (edges,) = {tuple(each.maps()[name]._output_segments)}
+        sizes = torch.diff(torch.tensor(edges))
+        mapper = TrainInputMapper(SIZES[table], len(sizes), sizes, torch.tensor(edges[:-1]))
+        values, local_sizes, offsets = mapper(_probes(table, kind))
+        found, _ = torch.ops.fbgemm.zero_collision_hash(
+            values, torch.full((edges[-1], 1), FREE), 1, True, readonly=True, local_sizes=local_sizes, offsets=offsets
+        )
+        rows: torch.Tensor = found
+        return rows
+    (count,) = [rows for each_name, rows, *_ in TABLES if each_name == name]
+    return (ranks_of(each.maps()[name], _probes(table), world) + 1) * (count // world) - 1
 
 
-def _say(each: Any, known: Owners) -> tuple[Answers, Answers]:
+def _say(each: Any, known: Owners, kind: str) -> tuple[Answers, Answers]:
     """(what a reader has to find under each probe if these raw ids are known, the rows of unknown ones)."""
     state, answers, unknown = each.truth(), {}, {}
     for table in SIZES:
         (weights,) = [value for key, value in state.items() if key.endswith(f".{table.removeprefix(PREFIX)}.weight")]
-        last = _last_rows(each, table)
+        others = _unknown_rows(each, table, kind)
+        probes = _probes(table, kind).tolist()
         rows = torch.tensor(
-            [known[table].get(raw_id, row) for raw_id, row in zip(_probes(table).tolist(), last.tolist(), strict=True)]
+            [known[table].get(raw_id, row) for raw_id, row in zip(probes, others.tolist(), strict=True)]
         )
-        answers[table], unknown[table] = weights[rows], weights[last]
+        answers[table], unknown[table] = weights[rows], weights[others]
     return answers, unknown
 
 
@@ -98,9 +118,15 @@ def _await(path: Path) -> None:
         time.sleep(0.002)
 
 
-def _train(uri: str, folder: Path, last: int, begin: int) -> int:
+def _train(uri: str, folder: Path, last: int, begin: int, kind: str) -> int:
     """Train; after each step, say what a reader has to find, and wait until the test has found it."""
-    each = job(policy="lru")
+    if kind == "hash":
+        with trainable() as clock:
+            return _say_all(hashed.job(clock, "sequence", **hashed.LRU), uri, folder, last, begin, kind)
+    return _say_all(job(policy="lru"), uri, folder, last, begin, kind)
+
+
+def _say_all(each: Any, uri: str, folder: Path, last: int, begin: int, kind: str) -> int:
     lost = 0
     with attach(each, uri, marker_every=None) as checkpointer:
         if begin:
@@ -121,7 +147,7 @@ def _train(uri: str, folder: Path, last: int, begin: int) -> int:
             if each.step_number in (*MARKED, first):
                 checkpointer.mark().result(60)
                 known = owners
-            said = _say(each, known)
+            said = _say(each, known, kind)
             if dist.get_rank() == 0:
                 torch.save((said, lost), folder / "new")
                 (folder / "new").rename(folder / f"said-{each.step_number}")
@@ -134,6 +160,7 @@ class _Reader:
     """Looks all raw ids up, over and over, and afterwards judges each answer."""
 
     tables: FollowedTables
+    kind: str
     ended: threading.Event = field(default_factory=threading.Event)
     answers: list[torch.Tensor] = field(default_factory=list)
     """Whatever the first table has ever answered."""
@@ -144,7 +171,7 @@ class _Reader:
         seen = set()
         while not self.ended.wait(0.005):
             try:
-                answer = self.tables.lookup(ONE, _probes(ONE))
+                answer = self.tables.lookup(ONE, _probes(ONE, self.kind))
             except ReplicaNotReadyError:
                 continue
             digest = hashlib.sha256(answer.numpy().tobytes()).digest()
@@ -157,7 +184,7 @@ class _Reader:
         allowed = torch.stack(self.allowed)
         for answer in self.answers:
             fits = (allowed == answer).all(-1).any(0)
-            assert fits.all(), _probes(ONE)[~fits]
+            assert fits.all(), _probes(ONE, self.kind)[~fits]
 
 
 def _follow(
@@ -170,35 +197,37 @@ def _follow(
         trainer.wait_for(path)
         (answers, unknown), lost = torch.load(path, weights_only=False)
         reader.allowed += [answers[ONE], unknown[ONE]]
-        _find(lambda: kinds.update(each.kind for each in tables.advance(0.05)), tables, answers, step)
+        _find(lambda: kinds.update(each.kind for each in tables.advance(0.05)), reader, answers, step)
         if not (killed and step == steps[-1]):
             (folder / f"seen-{step}").touch()
     return lost, kinds
 
 
-def _find(advance: Callable[[], object], tables: FollowedTables, answers: Answers, step: int) -> None:
+def _find(advance: Callable[[], object], reader: _Reader, answers: Answers, step: int) -> None:
     deadline = time.monotonic() + 100
     while True:
         advance()
-        found = {table: tables.lookup(table, _probes(table)) for table in SIZES}
-        wrong = {table: _probes(table)[(found[table] != answers[table]).any(-1)] for table in SIZES}
+        probes = {table: _probes(table, reader.kind) for table in SIZES}
+        found = {table: reader.tables.lookup(table, probes[table]) for table in SIZES}
+        wrong = {table: probes[table][(found[table] != answers[table]).any(-1)] for table in SIZES}
         if not any(len(each) for each in wrong.values()):
             return
         assert time.monotonic() < deadline, (step, wrong)
 
 
-def test_between_markers_no_raw_id_gets_the_value_of_another(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["sorted", "hash"])
+def test_between_markers_no_raw_id_gets_the_value_of_another(kind: str, tmp_path: Path) -> None:
     """2 ranks, killed between two markers after evictions; then one rank, which goes back to the marker before."""
     uri = f"file://{tmp_path / 'log'}"
     folders = [tmp_path / "first", tmp_path / "second"]
     for folder in folders:
         folder.mkdir()
     with ThreadPoolExecutor(1) as pool:
-        trainer = ranks.start(2, _train, uri, folders[0], 12, 0)
+        trainer = ranks.start(2, _train, uri, folders[0], 12, 0, kind)
         trainer.wait_for(folders[0] / "said-1")
         tables = FollowedTables(follow(uri, mode="rows", poll_s=0.01), input_hash_sizes=SIZES)
         tables.advance()
-        reader = _Reader(tables)
+        reader = _Reader(tables, kind)
         hammering: Future[None] = pool.submit(reader.run)
         try:
             lost, kinds = _follow(trainer, tables, reader, folders[0], range(1, 10), killed=True)
@@ -206,7 +235,7 @@ def test_between_markers_no_raw_id_gets_the_value_of_another(tmp_path: Path) -> 
             assert kinds == {UpdateKind.MARKER, UpdateKind.ROWS}
             trainer.kill()
             trainer.reap()
-            trainer = ranks.start(1, _train, uri, folders[1], 13, 7)
+            trainer = ranks.start(1, _train, uri, folders[1], 13, 7, kind)
             again, kinds = _follow(trainer, tables, reader, folders[1], range(8, 14), killed=False)
             assert again > 5
             assert kinds == {UpdateKind.ROLLBACK, UpdateKind.MARKER, UpdateKind.ROWS}
