@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests import ranks
 from tests.faults.board import Row
 from tests.faults.sites import BROKERS, LIFE_S, Site, topic_of
-from tests.faults.subject import PATIENCE_S, Form, Incarnation, Subject
+from tests.faults.subject import ASKED_S, PATIENCE_S, Form, Incarnation, Subject
 from tests.jobs import attach
 from tests.model import PLAN_2, differences, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamConfig, Takeover
@@ -76,7 +76,7 @@ def followers_are_cut_off(form: Form, site: Site) -> None:
     spare = ranks.start(2, stand_by, *given, namespace=site.network["spare"].namespace)
     try:
         with materializing(site, subject):
-            job.wait("a marker in the store", lambda: in_store(subject), PATIENCE_S)
+            job.wait("a marker in the store", lambda: in_store(subject), PATIENCE_S, every_s=ASKED_S)
             _cut_off(site, subject, job, row)
         with site.cut("trainer", *BROKERS):
             now.touch()
@@ -96,7 +96,7 @@ def _cut_off(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
     row.fired += newest not in before | in_store(subject)
     site.network.heal("materializer", *BROKERS)
     site.network.heal("spare", *BROKERS)
-    job.wait(f"marker {newest} in the store", lambda: newest in in_store(subject), PATIENCE_S)
+    job.wait(f"marker {newest} in the store", lambda: newest in in_store(subject), PATIENCE_S, every_s=ASKED_S)
 
 
 def _judge(subject: Subject, job: Incarnation, row: Row, said: list[tuple[str, list[str], str]]) -> None:

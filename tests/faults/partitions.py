@@ -17,7 +17,7 @@ from tests.faults.cluster import Node
 from tests.faults.followers import followers_are_cut_off
 from tests.faults.live import restore_each
 from tests.faults.sites import BROKERS, COMMIT_TIMEOUT_S, HOLD_S, LIFE_S, REFUSALS, Site, site, topic_of
-from tests.faults.subject import PATIENCE_S, PEERS_S, Form, Incarnation, Subject
+from tests.faults.subject import ASKED_S, PATIENCE_S, PEERS_S, Form, Incarnation, Subject
 from tests.faults.survivors import check_bounds, goes_on_or_ends, said_by
 from tests.model import PLAN_2
 from torchrec_stream_ckpt import MarkerId
@@ -66,7 +66,7 @@ def leader_and_its_peers(site: Site, subject: Subject, job: Incarnation, row: Ro
     others = [number for number in site.cluster.brokers if number != leader]
     with site.cut(f"broker-{leader}", "controller", *(f"broker-{number}" for number in others)):
         follower = lambda: site.partitions(topic_of(subject, "data"), others[0])[0][0]  # noqa: E731
-        job.wait("another broker leads", lambda: follower() in others, HOLD_S)
+        job.wait("another broker leads", lambda: follower() in others, HOLD_S, every_s=ASKED_S)
         row.fired += 1
         before = len(job.reported())
         job.wait("markers go on without it", lambda: len(job.reported()) > before + 2, HOLD_S)
@@ -226,7 +226,7 @@ def outer_tier_is_cut_off(form: Form, site: Site) -> None:
     alone = replace(subject, settings=both, reported={}, compared=set())
     job = alone.start(team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S)
     try:
-        job.wait("a marker on the outer tier", lambda: subject.lineage().commits, PATIENCE_S)
+        job.wait("a marker on the outer tier", lambda: subject.lineage().commits, PATIENCE_S, every_s=ASKED_S)
         for _ in range(3 if form.full else 1):
             row.injected += 1
             settled = len(job.lines("took_s"))
@@ -237,7 +237,8 @@ def outer_tier_is_cut_off(form: Form, site: Site) -> None:
                 row.fired += len(subject.lineage().commits) <= before + 1
                 newest = job.reported()[-1]
             healed = time.monotonic()
-            job.wait(f"{newest} on the outer tier", lambda newest=newest: newest in subject.lineage().commits, HOLD_S)
+            there = lambda newest=newest: newest in subject.lineage().commits  # noqa: E731
+            job.wait(f"{newest} on the outer tier", there, HOLD_S, every_s=ASKED_S)
             row.remark = f"the outer tier had caught up {time.monotonic() - healed:.0f} s after it healed"
             check_bounds(job, row, settled, COMMIT_TIMEOUT_S)
             if job.lines("failed"):

@@ -31,6 +31,8 @@ from torchrec_stream_ckpt.verify.verdicts import Verifier
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
 PATIENCE_S = 300.0
 """What has not come by then hangs: no bound that anybody promises."""
+ASKED_S = 0.3
+"""Between two questions to a log or a broker, each of which makes a client of its own: 0.03 s of CPU and more."""
 PEERS_S = 25.0
 """What docs/guarantees.md adds to ``commit_timeout_s`` for a marker's future (P16)."""
 
@@ -69,15 +71,23 @@ class Incarnation:
     before: Lineage
     """What was committed when it started."""
 
-    def wait(self, what: str, done: Callable[[], Any], timeout_s: float = PATIENCE_S, *, may_die: bool = False) -> None:
-        """Until ``done()``; a rank that ends before is an error, unless it may."""
+    def wait(
+        self,
+        what: str,
+        done: Callable[[], Any],
+        timeout_s: float = PATIENCE_S,
+        *,
+        may_die: bool = False,
+        every_s: float = 0.01,
+    ) -> None:
+        """Until ``done()``; a rank that ends before is an error, unless it may. What asks a broker asks less often."""
         deadline = time.monotonic() + timeout_s
         while not done():
             if not may_die and any(not process.is_alive() for process in self.job.processes) and not done():
                 self.job.join(5)
                 raise AssertionError(f"a rank ended before: {what}")
             assert time.monotonic() < deadline, f"did not come within {timeout_s:.0f} s: {what}"
-            time.sleep(0.01)
+            time.sleep(every_s)
 
     def lines(self, name: str) -> list[str]:
         """Whole lines of one of its files."""
