@@ -263,6 +263,12 @@ class Replica:
         self._reader = threading.Thread(target=body, daemon=True)
         self._reader.start()
 
+    def await_bits(self, bits: bytes, most_s: float) -> None:
+        """Wait until :meth:`watch` has found these, for at most so long."""
+        end = time.monotonic() + most_s
+        while time.monotonic() < end and not (self._found and self._found[-1][1] == bits):
+            time.sleep(0.02)
+
     def found(self) -> list[Any]:
         """End the reader. Returns what it has found."""
         self._stop.set()

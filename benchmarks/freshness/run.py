@@ -128,7 +128,7 @@ def age(args: Any, report: Report, name: str) -> None:
                 steps, _ = here.trainer.call("train", args.steps, args.ids, rest_ms / 1e3)
                 if not rest_ms:
                     intervals.append((time.monotonic() - begin) / args.steps)
-                time.sleep(args.settle_s)
+                here.replica.call("await_bits", steps[-1][1], args.settle_s)
                 rounds[mode, rest_ms].append(ages(steps, here.replica.call("found")))
                 woken_by = here.replica.call("release")
             tell(f"{name}: round {number + 1} of {args.rounds}")
@@ -319,9 +319,9 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=at_least(4 if name == "ids" else 1), default=default)
     parser.add_argument("--marker_s", type=float, default=0.5, help="seconds between markers (age, cpu)")
     parser.add_argument("--rest_ms", type=at_least(1), default=20, help="between steps of a trainer that rests (age)")
-    parser.add_argument("--settle_s", type=float, default=1.0, help="for the last rows to arrive")
+    parser.add_argument("--settle_s", type=float, default=1.0, help="most time for the last rows to arrive")
     quick = {"tables": 2, "rows": 500, "dim": 8, "steps": 10, "ids": 8, "away": 2, "rounds": 1}
-    args = parse(parser, **quick, small_rows=50, large_rows=500, settle_s=5.0)
+    args = parse(parser, **quick, small_rows=50, large_rows=500, settle_s=60.0)
     size = 4 * (args.dim + 2) * max(args.tables * args.rows, 2 * args.large_rows)
     what = "a trainer, a replica and a log"
     refuse_small_machine("freshness", args, what, memory=(3 << 30) + 6 * size, disk=(1 << 30) + 20 * size)
