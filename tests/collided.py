@@ -19,6 +19,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import row_wise
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_embedding_modules import (
     ManagedCollisionEmbeddingBagCollection,
     ManagedCollisionEmbeddingCollection,
@@ -35,7 +36,7 @@ from torchrec.modules.mc_modules import (
 )
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from tests.model import assemble
 from tests.wrapped import wrapped
@@ -45,6 +46,7 @@ from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 TABLES = [("one", 16, 8, ["a", "b"], 3, 4096), ("two", 24, 8, ["c"], 4, 1000)]
 FEATURES = [(feature, size) for _, _, _, features, _, size in TABLES for feature in features]
 BATCH = 12
+ENDS = torch.tensor([-(2**63), -1, 2**63 - 2, 2**63 - 1])
 
 POLICIES = {
     "lfu": lambda: LFU_EvictionPolicy(),
@@ -112,17 +114,19 @@ class Job:
     dense: torch.optim.Optimizer
     weighted: bool
     step_number: int = 0
+    ends: bool = False
+    """The ends of int64 are among the raw ids."""
 
     def step(self) -> None:
         self.step_number += 1
         self.optimizer.zero_grad()
-        self.dmp(batch(self.step_number, weighted=self.weighted)).backward()
+        self.dmp(batch(self.step_number, weighted=self.weighted, int64_ends=self.ends)).backward()
         self.optimizer.step()
 
     def evaluate(self) -> None:
         self.dmp.eval()
         with torch.no_grad():
-            self.dmp(batch(1000 + self.step_number, weighted=self.weighted))
+            self.dmp(batch(1000 + self.step_number, weighted=self.weighted, int64_ends=self.ends))
         self.dmp.train()
 
     def state_dict(self) -> dict[str, Any]:
@@ -177,6 +181,7 @@ def job(
     weighted: bool = False,
     intervals: tuple[int, ...] = (3, 4),
     net: Net | None = None,
+    buckets: int | None = None,
 ) -> Job:
     torch.manual_seed(7)
     net = net or Net(kind, POLICIES[policy](), weighted=weighted, intervals=intervals)
@@ -186,7 +191,7 @@ def job(
         if kind == "bag"
         else ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder(fused_params=fused))
     )
-    dmp = wrapped(net, {name: row_wise() for name, *_ in TABLES}, sharder, part="mc")
+    dmp = wrapped(net, {name: row_wise(num_buckets=buckets) for name, *_ in TABLES}, sharder, part="mc")
     keyed = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adam(p, lr=0.01)
     )
@@ -194,8 +199,11 @@ def job(
     return Job(dmp, CombinedOptimizer([dmp.fused_optimizer, keyed]), keyed._optimizer, weighted)
 
 
-def batch(step: int, *, weighted: bool) -> KeyedJaggedTensor:
-    """This rank's slice of global batch ``step``: six hot ids, others every three steps, among cold ones."""
+def batch(step: int, *, weighted: bool, int64_ends: bool = False) -> KeyedJaggedTensor:
+    """This rank's slice of global batch ``step``: six hot ids, others every three steps, among cold ones.
+
+    With ``int64_ends``, each end of int64 is there for a few features, as often as hot ids.
+    """
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(2000 + step)
     low, high = rank * BATCH // world, (rank + 1) * BATCH // world
@@ -209,6 +217,8 @@ def batch(step: int, *, weighted: bool) -> KeyedJaggedTensor:
         values.append(ids[ends[low] : ends[high]])
         lengths.append(length[low:high])
     together = torch.cat(values)
+    if int64_ends:
+        together[:: 3 + step % 2] = ENDS[torch.arange(len(together[:: 3 + step % 2])) % len(ENDS)]
     return KeyedJaggedTensor(
         keys=[feature for feature, _ in FEATURES],
         values=together,
@@ -278,3 +288,41 @@ def ranks_of(module: Any, probes: torch.Tensor, world: int) -> torch.Tensor:
         my_size=world,
     )
     return torch.repeat_interleave(torch.arange(world), lengths.long())[places.long()]
+
+
+def answers(each: Job, probes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """(all ranks) The live row of each raw id, as the modules of TorchRec look it up on the rank that it is sent to.
+
+    Args:
+        each: The job.
+        probes: Raw ids, by table.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    state, found = each.truth(), {}
+    for name, ids in probes.items():
+        module = each.maps()[name]
+        if isinstance(module, HashZchManagedCollisionModule):
+            first = module._output_segments[module._start_bucket]
+            _, _, begins = module.input_mapper(ids)  # of buckets
+            mine = (first <= begins) & (begins < first + module.output_size())
+        else:
+            mine = ranks_of(module, ids, world) == rank
+        rows = torch.zeros(len(ids), dtype=torch.int64)
+        rows[mine] = rows_of(module, ids[mine])
+        dist.all_reduce(rows)
+        (weights,) = [value for key, value in state.items() if key.endswith(f".{name}.weight")]
+        found[f"mc._embedding_module.{name}"] = weights[rows]
+    return found
+
+
+def rows_of(module: Any, ids: torch.Tensor) -> torch.Tensor:
+    """The row that an id map looks up for each raw id, global, while it does not train."""
+    config = getattr(module, "_eviction_config", None)
+    # TorchRec hands the number of ids of each feature to the maps in place of weights.
+    numbers = torch.tensor([len(ids), *[0] * (len(config.features) - 1)]) if config else None
+    features = {"f": JaggedTensor(values=ids, lengths=torch.tensor([len(ids)]), weights=numbers)}
+    trains = module.training
+    module.eval()
+    found: torch.Tensor = module.remap(features)["f"].values()
+    module.train(trains)
+    return found

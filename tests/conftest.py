@@ -54,6 +54,7 @@ LONG = (
     "tests/fuzz/test_fuzz.py",
     "tests/distributed/test_quickstart.py",
     "tests/distributed/test_managed_collision.py",
+    "tests/distributed/test_raw_id_dictionary.py",
     "tests/kafka/test_broker.py",
     "tests/distributed/test_damage.py",
     "tests/distributed/test_ordinary_jobs.py",

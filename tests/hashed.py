@@ -66,7 +66,7 @@ def job(clock: Clock, kind: str = "bag", optimizer: EmbOptimType = EmbOptimType.
     net = Net(kind, LFU_EvictionPolicy(), weighted=False, intervals=(3, 4))
     for name, module in modules(**more).items():
         net.mc._managed_collision_collection._managed_collision_modules[name] = module
-    made = collided.job(kind, optimizer=optimizer, net=net)
+    made = collided.job(kind, optimizer=optimizer, net=net, buckets=more.get("total_num_buckets", BUCKETS))
     return HashJob(made.dmp, made.optimizer, made.dense, weighted=False, clock=clock)
 
 

@@ -6,18 +6,16 @@ import hashlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 from unittest.mock import Mock
 
 import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from typer.testing import CliRunner
 
-from tests import collided, ranks
-from tests.collided import TABLES, attach, batch, job, ranks_of
+from tests import ranks
+from tests.collided import ENDS, TABLES, answers, attach, job
 from tests.parts import app
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
@@ -26,27 +24,11 @@ from torchrec_stream_ckpt.extras.follower import tables as tables_module
 pytestmark = pytest.mark.distributed
 
 SIZES = {f"mc._embedding_module.{name}": size for name, *_, size in TABLES}
-ENDS = torch.tensor([-(2**63), -1, 2**63 - 2, 2**63 - 1])
 
 
 def _probes(size: int) -> torch.Tensor:
     """All raw ids there can be, and the ends of int64."""
     return torch.cat([torch.arange(size), ENDS])
-
-
-def _answers(each: Any, rank: int, world: int) -> dict[str, torch.Tensor]:
-    """By table: the live row of each probe, as the modules of TorchRec answer on the rank that it is sent to."""
-    state, found = each.truth(), {}
-    for name, *_, size in TABLES:
-        module, probes = each.maps()[name], _probes(size)
-        mine = ranks_of(module, probes, world) == rank
-        looked = module.remap({name: JaggedTensor(values=probes[mine], lengths=torch.tensor([int(mine.sum())]))})
-        rows = torch.zeros(len(probes), dtype=torch.int64)
-        rows[mine] = looked[name].values()
-        dist.all_reduce(rows)
-        (weights,) = [value for key, value in state.items() if key.endswith(f".{name}.weight")]
-        found[f"mc._embedding_module.{name}"] = weights[rows]
-    return found
 
 
 def _digest(answer: torch.Tensor) -> str:
@@ -61,24 +43,15 @@ def _hammer(tables: FollowedTables, ended: threading.Event) -> set[str]:
     return seen
 
 
-def _with_ends(step: int, *, weighted: bool) -> KeyedJaggedTensor:
-    """A batch with each end of int64 for a few features, as often as hot ids."""
-    made = batch(step, weighted=weighted)
-    values = made.values().clone()
-    values[:: 3 + step % 2] = ENDS[torch.arange(len(values[:: 3 + step % 2])) % len(ENDS)]
-    return KeyedJaggedTensor(made.keys(), values, lengths=made.lengths(), weights=made.weights_or_none())
-
-
 def _train_and_follow(uri: str, begin: int, steps: int, ends: bool = False) -> int:
     """Train with a marker at each step; on rank 0 a replica follows, while a thread looks up. Returns the evictions."""
-    rank, world = dist.get_rank(), dist.get_world_size()
     each = job(policy="lru", weighted=True) if ends else job()
-    collided.batch = _with_ends if ends else batch
-    tables = FollowedTables(follow(uri), input_hash_sizes=SIZES) if rank == 0 else None
+    each.ends = ends
+    tables = FollowedTables(follow(uri), input_hash_sizes=SIZES) if dist.get_rank() == 0 else None
     read_id_maps = tables_module.read_id_maps
     whole = Mock(wraps=read_id_maps)
     tables_module.read_id_maps = whole
-    answers: set[str] = set()
+    answered: set[str] = set()
     ended, lost = threading.Event(), 0
     pool, reader = ThreadPoolExecutor(1), None
     try:
@@ -90,9 +63,9 @@ def _train_and_follow(uri: str, begin: int, steps: int, ends: bool = False) -> i
                 each.step()
                 checkpointer.step()
                 lost += len(before - set(each.maps()["one"]._mch_sorted_raw_ids.tolist()) - {2**63 - 1})
-                expected = _answers(each, rank, world)
+                expected = answers(each, {name: _probes(size) for name, *_, size in TABLES})
                 checkpointer.mark().result(60)
-                answers.add(_digest(next(iter(expected.values()))))
+                answered.add(_digest(next(iter(expected.values()))))
                 if tables is not None:
                     tables.advance()
                     for name, size in SIZES.items():
@@ -100,15 +73,14 @@ def _train_and_follow(uri: str, begin: int, steps: int, ends: bool = False) -> i
                     reader = reader or pool.submit(_hammer, tables, ended)
     finally:
         ended.set()
-        collided.batch = batch
         tables_module.read_id_maps = read_id_maps
     if tables is not None:
         assert whole.call_count == 1  # the load; from there on the stream says what changes
         assert reader is not None
         seen = reader.result(60)
-        assert len(answers) == steps
+        assert len(answered) == steps
         assert len(seen) > 1
-        assert seen <= answers
+        assert seen <= answered
         tables.close()
     return lost
 
