@@ -44,15 +44,15 @@ def _covering(case: str) -> Any:
 @pytest.mark.pitfall(18, 19)
 @pytest.mark.parametrize("case", [_covering(case) for case in CASES])
 def test_a_marker_and_what_follows_it_come_back_bit_for_bit(case: str, tmp_path: Path) -> None:
-    uri, build, marked = f"file://{tmp_path}", CASES[case], [1, 7, 10]
-    done = ranks.run(2, hashed.train, uri, marked, 14, build)
+    uri, build, marked = f"file://{tmp_path}", CASES[case], [1, 8]
+    done = ranks.run(2, hashed.train, uri, marked, 12, build)
     for table, *_ in TABLES:
         happened = [lost for truths in done for lost in evicted(truths, table).items()]
         assert (sum(lost for _, lost in happened) > 10) == ("no eviction" not in case), happened
-        assert (sum(lost for step, lost in happened if step > 10) > 1) == ("no eviction" not in case), happened
-    for rank, restored in enumerate(ranks.run(2, hashed.restore, uri, marked, 14, build)):
+        assert (sum(lost for step, lost in happened if step > 8) > 1) == ("no eviction" not in case), happened
+    for rank, restored in enumerate(ranks.run(2, hashed.restore, uri, marked, 12, build)):
         for first, truths in zip(marked, restored, strict=True):
-            assert truths.keys() == set(range(first, 15))
+            assert truths.keys() == set(range(first, 13))
             for step, (state, maps) in truths.items():
                 expected, expected_maps = done[rank][step]
                 assert differences(expected, state) == [], (first, step)
