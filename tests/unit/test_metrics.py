@@ -181,11 +181,9 @@ def test_the_dashboard_asks_for_metrics_that_exist_and_for_nearly_all_of_them() 
     left_out = metrics - {known[name].name for name in asked}
     assert {name.removeprefix("stream_ckpt_") for name in left_out} == {
         "follower_doubted_blocks",
-        "follower_lag_seconds",
         "follower_markers_total",
         "follower_outages_total",
         "follower_proofs_total",
-        "follower_reloads_total",
         "follower_rollbacks_total",
         "follower_rows_total",
         "follower_tombstones_total",
