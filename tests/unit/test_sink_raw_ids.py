@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import shutil
+import tracemalloc
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests import builders
 from tests.followers import LOAD, MARKER, lose_frames
 from tests.mapped_job import ENDS, FREE, ONE, PLAIN, SCHEMA, TWO, Dump, MappedJob
 from tests.stores import fold
@@ -17,6 +19,7 @@ from torchrec_stream_ckpt.errors import SinkUnavailableError
 from torchrec_stream_ckpt.extras.follower.sink import Feed, Written
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.read import sent_rows
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
@@ -45,8 +48,7 @@ class Shelf:
 
     def begin(self, update: Update, mapped: Collection[str]) -> None:
         self.before()
-        base = self.stored.partition(">")[0]
-        self.stored = "" if update.kind is UpdateKind.LOAD else f"{base}>{update.marker}"
+        self.stored = "" if update.kind is UpdateKind.LOAD else f"{self.stored}>{update.marker}"
         self.mapped = set(mapped)
 
     def put(self, changed: Changed) -> None:
@@ -107,8 +109,8 @@ def never_an_old_owners(job: MappedJob) -> Callable[[Dump], None]:
     return watch
 
 
-def begun(folder: Path, seed: int = 0, world: int = 4) -> MappedJob:
-    job = MappedJob(folder, seed=seed, world=world)
+def begun(folder: Path, seed: int = 0, world: int = 4, announces: tuple[str, ...] | None = None) -> MappedJob:
+    job = MappedJob(folder, seed=seed, world=world, announces=announces)
     job.begin()
     job.churn(40)
     job.commit()
@@ -124,15 +126,18 @@ def is_true(job: MappedJob, shelf: Shelf) -> bool:
     }
 
 
+@pytest.mark.parametrize("announces", [None, ("ids",)])
 @pytest.mark.parametrize("seed", range(4))
 def test_random_jobs_that_restart_rewind_and_evict_under_feeds_that_die(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, seed: int, announces: tuple[str, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Old versions of rows come first, as in updates that memory does not hold."""
+    """Old versions of rows come first, as in updates that memory does not hold. With id events there is one rank: raw
+    ids of this job move between rows of different ranks, and TorchRec's do not."""
     monkeypatch.setattr(sent_rows, "HELD_BYTES", 700)
-    job, shelf, rng = begun(tmp_path / "log", seed), Shelf(), np.random.default_rng(seed)
+    first, *others = (4, 3, 5, 4, 3, 5) if announces is None else (1,) * 6
+    job, shelf, rng = begun(tmp_path / "log", seed, first, announces), Shelf(), np.random.default_rng(seed)
     shelf.watch = never_an_old_owners(job)
-    worlds = iter([3, 5, 4, 3, 5])
+    worlds = iter(others)
     loads = changes = killed = tombstones = 0
     for number in range(15):
         for _ in range(int(rng.integers(1, 3))):
@@ -304,6 +309,76 @@ def test_a_raw_id_that_moves_back_after_an_update_broke_off_has_its_row_again(tm
     assert shelf.rows[ONE][7] == job.truths[MarkerId(1, 2)][ONE][7]
     shelf.watch = lambda rows: None
     job.owners[ONE][[0, 5]] = [7, FREE]
+    job.commit()
+    assert [each.update.kind for each in fed(job, shelf)] == [MARKER]
+    assert is_true(job, shelf)
+
+
+def test_id_events_make_work_that_of_the_changed_ids_whatever_the_size_of_the_map(tmp_path: Path) -> None:
+    """At 32 times the rows, the same memory is taken for the same changes, and no dense state is opened."""
+    taken = []
+    for rows in (1_000, 32_000):
+        schema = Schema((builders.table(ONE, rows, 4), builders.table(PLAIN, 25, 4)))
+        job, shelf = MappedJob(tmp_path / str(rows), schema=schema, world=1, announces=("ids",)), Shelf()
+        job.owners = {ONE: np.arange(1000, 1000 + rows)}
+        job.begin()
+        job.commit()
+        with follow(f"file://{job.root}", scratch=tmp_path) as follower:
+            feed = Feed(follower, shelf)
+            assert [each.update.kind for each in feed.updates(0)] == [LOAD]
+            for _ in range(2):
+                job.owners[ONE][:25] += 10**6
+                job.send(ONE, range(40))
+                commit = job.commit()
+                shutil.rmtree(job.root / commit.dense)
+                tracemalloc.start()
+                (written,) = feed.updates(0)
+                peak = tracemalloc.get_traced_memory()[1]
+                tracemalloc.stop()
+                assert (dict(written.rows), dict(written.tombstones)) == ({ONE: 40}, {ONE: 25})
+                assert is_true(job, shelf)
+        taken.append(peak)
+    assert taken[1] < 1.5 * taken[0]
+
+
+def test_id_events_that_contradict_the_map_lead_to_a_load(tmp_path: Path) -> None:
+    job, shelf = begun(tmp_path / "log", world=1, announces=("ids",)), Shelf()
+    with follow(f"file://{job.root}", scratch=tmp_path) as follower:
+        feed = Feed(follower, shelf)
+        list(feed.updates(0))
+        job.sent[ONE][:] = np.roll(job.sent[ONE], 1)
+        job.commit()
+        (written,) = feed.updates(0)
+        assert written.update.kind is LOAD
+        assert "id events contradict the id map: raw id" in written.update.why
+        assert is_true(job, shelf)
+
+
+@pytest.mark.parametrize("announces", [None, ("ids",)])
+def test_feeds_that_died_on_the_way_to_two_markers_leave_no_raw_id_out(
+    tmp_path: Path, announces: tuple[str, ...] | None
+) -> None:
+    """The first one has deleted raw id 7, which the marker after the next has again; none of its bytes changes."""
+    job, shelf = MappedJob(tmp_path / "log", world=1, announces=announces), Shelf()
+    job.begin()
+    job.owners[ONE][:2] = [7, 8]
+    job.commit()
+    fed(job, shelf)
+    for row, watched in ((9, True), (7, False)):
+        job.owners[ONE][0] = row
+        job.commit()
+
+        def die(rows: Dump, watched: bool = watched) -> None:
+            if not watched or 7 not in rows[ONE]:
+                raise KilledError
+
+        shelf.watch = die
+        with pytest.raises(KilledError):
+            fed(job, shelf)
+        if not watched:
+            assert shelf.stored.endswith(">1:2>1:3")
+    shelf.watch = lambda rows: None
+    job.touch(1)
     job.commit()
     assert [each.update.kind for each in fed(job, shelf)] == [MARKER]
     assert is_true(job, shelf)

@@ -48,7 +48,7 @@ FollowMode = Literal["markers", "rows"]
 AtChange = Literal["load", "stop"]
 NET_S = 5.0
 """Longest time between two looks at a log whose events wake the follower, in seconds. Events can be lost."""
-_POSITION = re.compile(r"(\d+:\d+)@([^>]+)(?:>(\d+:\d+))?")
+_POSITION = re.compile(r"([0-9]+:[0-9]+)@([^>]+)(?:>[0-9]+:[0-9]+)*?(?:>([0-9]+:[0-9]+))?")
 _SPACING_S = 0.01
 """Shortest time between two looks, in seconds: a trainer may write thousands of times a second."""
 
@@ -125,7 +125,7 @@ class Follower:
 
         Args:
             position: :attr:`Update.position` of the marker that it holds. If the replica may hold some rows of
-                another marker, too: ``POSITION>MARKER``.
+                other markers, too: ``POSITION>MARKER``, and so on, in the order of the updates that broke off.
 
         Raises:
             ConfigError: this is not a position.

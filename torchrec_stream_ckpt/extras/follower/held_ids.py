@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -11,100 +12,124 @@ from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.rows import NO_ID
 from torchrec_stream_ckpt.util.types import TableSpec
 
+if TYPE_CHECKING:
+    from torchrec_stream_ckpt.extras.interchange.id_map import IdChanges, RawIdMap
+
 Ids = npt.NDArray[np.int64]
+
+
+def _none() -> Ids:
+    return np.empty(0, np.int64)
 
 
 @dataclass(slots=True)
 class HeldIds:
     """Raw ids that a sink holds for the rows of one table."""
 
-    of_rows: Ids
-    """Raw id of each row at the marker that the sink holds."""
-    doubtful: npt.NDArray[np.bool_]
-    """Rows that the sink may hold under the raw id of another marker, because an update broke off."""
+    map: RawIdMap
+    """Raw ids of the newest marker that an update to it has begun for."""
+    doubtful: Ids = field(default_factory=_none)
+    """Rows that the sink may hold under the raw id of another marker, because updates have not ended."""
 
-    @classmethod
-    def at_marker(cls, of_rows: Ids) -> HeldIds:
-        return cls(of_rows, np.zeros(len(of_rows), np.bool_))
+    def begin(self, table: TableSpec, changes: IdChanges | None) -> IdUpdate:
+        """Begin an update to the next marker.
 
-    def doubt(self, other: Ids) -> None:
-        """Note that an update to a marker with other raw ids begins."""
-        self.doubtful |= self.of_rows != other
+        Args:
+            table: The table.
+            changes: Changes of the map; None if all rows are loaded.
+        """
+        gone = _none()
+        if changes is not None:
+            has_row = self.map.held_rows(changes.raw_ids) >= 0
+            gone = changes.raw_ids[has_row & (changes.rows_of_ids < 0)]
+            changed = changes.rows[self.map.owners_of(changes.rows) != changes.ids_of_rows]
+            self.doubtful = np.union1d(self.doubtful, changed)
+            self.map.apply(changes)
+        return IdUpdate(table, self.map, gone, self.doubtful)
 
 
 class IdUpdate:
     """One table's part of an update: from the raw ids that a sink holds to those of a marker.
 
-    Each row is written once, in its newest version: an older one may be of the raw id that had the row before.
+    Each row is written once, in its newest version: an older one may be of the raw id that had the row before. Costs
+    what has changed, whatever the size of the table.
 
     Args:
         table: The table. TorchRec cuts it by rows alone, so all columns of a row arrive together.
-        raw_ids: Raw id of each row at the marker.
-        held: Raw ids that the sink holds; None if all rows are loaded.
+        ids: Raw ids at the marker.
+        gone: Raw ids that the sink holds and the marker has not.
+        due: Rows that the sink may lack, or hold under other raw ids.
     """
 
-    def __init__(self, table: TableSpec, raw_ids: Ids, held: HeldIds | None) -> None:
+    def __init__(self, table: TableSpec, ids: RawIdMap, gone: Ids, due: Ids) -> None:
         self._table = table
-        self._raw_ids = raw_ids
-        self._sorted = np.sort(raw_ids[raw_ids != NO_ID])
-        self._left = np.zeros(len(raw_ids), np.int32)
-        """Number of times that each row will still be handed out."""
-        live = raw_ids != NO_ID
-        before = held.of_rows if held is not None else raw_ids
-        self._due = live & (before != raw_ids)
-        """Rows that the sink lacks."""
-        if held is not None:
-            self._due |= live & held.doubtful
-        self.gone: Ids = self.strays(before[before != NO_ID])
-        """Raw ids that the sink holds and the marker has not."""
+        self._ids = ids
+        self.gone = gone
+        self._previewed = [due[ids.owners_of(due) != NO_ID]]
+        self._rows = _none()
+        """Rows that are handed out or due, in order."""
+        self._left = self._rows
+        """Number of times that each of them will still be handed out."""
+        self._due = np.empty(0, np.bool_)
+        """True for those that the sink lacks."""
+        self._more: list[Ids] = []
+        """Rows that were handed out more often than it was previewed."""
 
     def strays(self, raw_ids: Ids) -> Ids:
         """Return those of some raw ids that the marker does not have."""
-        if not len(self._sorted):
-            return raw_ids
-        places = np.minimum(np.searchsorted(self._sorted, raw_ids), len(self._sorted) - 1)
-        kept: Ids = raw_ids[self._sorted[places] != raw_ids]
-        return kept
+        return raw_ids[self._ids.held_rows(raw_ids) < 0]
 
     def preview(self, changed: Changed) -> None:
         """Count rows that will be handed out."""
-        self._left[np.unique(changed.ids)] += 1
+        self._previewed.append(np.unique(changed.ids))
+
+    def end_preview(self) -> None:
+        """Note that all rows were previewed. Call it before the first :meth:`take`."""
+        due, *handed_out = self._previewed
+        self._rows = np.unique(np.concatenate(self._previewed))
+        self._left = np.zeros(len(self._rows), np.int64)
+        for rows in handed_out:
+            self._left[np.searchsorted(self._rows, rows)] += 1
+        self._due = np.isin(self._rows, due)
+        self._previewed = []
 
     def take(self, changed: Changed) -> Changed:
-        """Return those of the rows handed out that are to be written now, by raw id."""
+        """Return rows to be written now, by raw id, of the rows handed out."""
         assert changed.weights.shape[1] == self._table.dim
         _, last = np.unique(changed.ids[::-1], return_index=True)
         places = len(changed.ids) - 1 - last
+        live = self._ids.owners_of(changed.ids[places]) != NO_ID
+        places = places[live]
         rows = changed.ids[places]
-        self._left[rows] -= 1
-        live, left = self._raw_ids[rows] != NO_ID, self._left[rows]
         # A row that comes more often than it did before is read again: a store may have yielded all rows again.
-        self._due[rows[live & (left != 0)]] = True
-        now = live & (left == 0)
-        self._due[rows[now]] = False
+        at = np.searchsorted(self._rows, rows)
+        known = np.append(self._rows, -1)[at] == rows
+        self._more.append(rows[~known])
+        places, at = places[known], at[known]
+        self._left[at] -= 1
+        now = self._left[at] == 0
+        self._due[at] = ~now
         return self._by_raw_id(changed, places[now])
 
     def take_newest(self, changed: Changed) -> Changed:
         """Return rows that are handed out once, by raw id."""
-        live = np.flatnonzero(self._raw_ids[changed.ids] != NO_ID)
-        self._due[changed.ids[live]] = False
-        return self._by_raw_id(changed, live)
+        return self._by_raw_id(changed, np.flatnonzero(self._ids.owners_of(changed.ids) != NO_ID))
 
     def lacking(self) -> Ids:
         """Return the rows that were not handed out in their newest version, and that the sink lacks."""
-        return np.flatnonzero(self._due)
+        return np.unique(np.concatenate([self._rows[self._due], *self._more]))
 
     def _by_raw_id(self, changed: Changed, places: Ids) -> Changed:
-        return replace(changed, ids=self._raw_ids[changed.ids[places]], weights=changed.weights[places], states=())
+        raw_ids = self._ids.owners_of(changed.ids[places])
+        return replace(changed, ids=raw_ids, weights=changed.weights[places], states=())
 
     def raw_ids_of(self, rows: Ids) -> Ids:
         """Return the raw id of each row at the marker."""
-        return self._raw_ids[rows]
+        return self._ids.owners_of(rows)
 
     def are_used(self, blocks: Ids, block_rows: int) -> npt.NDArray[np.bool_]:
         """Return which blocks of rows have a raw id for each of their rows."""
-        live = np.concatenate([[0], np.cumsum(self._raw_ids != NO_ID)])
-        first = blocks * block_rows
-        end = np.minimum(first + block_rows, len(self._raw_ids))
-        used: npt.NDArray[np.bool_] = live[end] - live[first] == end - first
+        rows = blocks[:, None] * block_rows + np.arange(block_rows)
+        live = self._ids.owners_of(np.minimum(rows, self._table.rows - 1)) != NO_ID
+        used: npt.NDArray[np.bool_] = np.logical_and.reduce(live, axis=1)
         return used

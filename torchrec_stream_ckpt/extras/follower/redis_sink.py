@@ -6,8 +6,8 @@ Keys begin with a prefix, which names the job:
   ``KEY`` is the raw id in a table with managed collision, the number of the row in any other.
 - ``PREFIX _state``: a hash with ``position``, ``marker``, ``step``, ``committed_s`` (Unix time) and ``tables`` (JSON:
   rows, dim, dtype, and ``raw_id`` if its keys are raw ids, by name). ``position`` ends with ``>`` and a marker while
-  that marker's rows are being written, so that rows may be of two markers. It is missing while all rows are being
-  written.
+  that marker's rows are being written, so that rows may be of two markers, and has one such end for each update that
+  broke off before. It is missing while all rows are being written.
 - ``PREFIX _feed``: identifies the program that feeds the rows.
 """
 
@@ -79,7 +79,9 @@ class RedisSink:
         self._me = uuid.uuid4().hex.encode()
         self._has_claimed = False
         self._base = ""
-        """Position without the marker that is being written, as it was read or stored last."""
+        """Position without the markers that are being written, as it was read or stored last."""
+        self._towards: list[str] = []
+        """Markers of updates that have begun since."""
         self._batches = 0
         """Transactions since :meth:`begin`."""
         self._client: Any = redis.Redis.from_url(url, **_arguments(options))
@@ -104,7 +106,7 @@ class RedisSink:
     def position(self) -> str:
         with self._answers():
             stored = (self._client.hget(self._state, "position") or b"").decode()
-        self._base = stored.partition(">")[0]
+        self._base, *self._towards = stored.split(">")
         return stored
 
     def begin(self, update: Update, mapped: Collection[str]) -> None:
@@ -115,8 +117,10 @@ class RedisSink:
             if update.kind is UpdateKind.LOAD:
                 self._begin_load(update, mapped)
             else:
-                towards = f"{self._base}>{update.marker}"
-                self._run(lambda pipe: pipe.hset(self._state, "position", towards), begins=self._base)
+                if self._towards[-1:] != [str(update.marker)]:
+                    self._towards.append(str(update.marker))
+                position = ">".join((self._base, *self._towards))
+                self._run(lambda pipe: pipe.hset(self._state, "position", position), begins=self._base)
 
     def _begin_load(self, update: Update, mapped: Collection[str]) -> None:
         """Forget the position, and delete tables that the model no longer has, or has with other rows."""
@@ -126,7 +130,7 @@ class RedisSink:
         }
         known = json.loads(self._client.hget(self._state, "tables") or "{}")
         self._run(lambda pipe: pipe.hdel(self._state, "position"), begins="")
-        self._base = ""
+        self._base, self._towards = "", []
         for name, shape in known.items():
             if shapes.get(name) != shape:
                 if _RAW_ID in shape:
@@ -198,7 +202,7 @@ class RedisSink:
         }
         with self._answers():
             self._run(lambda pipe: pipe.hset(self._state, mapping=state))
-        self._base = update.position
+        self._base, self._towards = update.position, []
 
     def close(self) -> None:
         self._client.close()

@@ -169,6 +169,31 @@ class RawIdMap:
         shared, rows = layout.shared_rows(raw_ids), self._rows.find(raw_ids)
         return np.where(rows >= 0, rows, shared)
 
+    def owners_of(self, rows: Ids) -> Ids:
+        """Return the raw id of each row; :data:`NO_ID` for a free one."""
+        return self._owners[rows]
+
+    def held_rows(self, raw_ids: Ids) -> Ids:
+        """Return the row that each raw id has; -1 for an unknown one."""
+        return self._rows.find(raw_ids)
+
+    def until(self, owners: Ids) -> IdChanges:
+        """Return what changes this map into another one of the same rows; this map stays as it is.
+
+        Args:
+            owners: Raw id of each row there, each at most once.
+        """
+        rows = np.flatnonzero(self._owners != owners)
+        new = owners[rows]
+        used = new != NO_ID
+        lost = np.setdiff1d(self._owners[rows], np.append(new, NO_ID))
+        return IdChanges(
+            np.concatenate([new[used], lost]),
+            np.concatenate([rows[used], np.full(len(lost), -1)]),
+            rows,
+            new,
+        )
+
     def after(self, frames: Sequence[tuple[int, IdEvents]], table: str) -> IdChanges:
         """Return what events change; this map stays as it is.
 
