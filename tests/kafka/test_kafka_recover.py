@@ -86,6 +86,7 @@ def test_a_control_topic_that_lost_its_end_is_refused_on_every_rank_and_put_back
         uri, store = broker.status().uri(f"cut-{uuid.uuid4().hex[:8]}"), str(tmp_path / "store")
         settings = StreamConfig(uri=uri, store=store, marker_every=2)
         truths = ranks.run(2, train_with, PLAN_2, settings, 8, {})[0][1]
+        CliRunner().invoke(app, ["materialize", uri, "--store", store, "--once"], catch_exceptions=False)
         log = open_log(uri)
         before, markers = list(log.read_control()), [str(each) for each in Control(log).refresh().commits]
         log.close()
@@ -100,6 +101,15 @@ def test_a_control_topic_that_lost_its_end_is_refused_on_every_rank_and_put_back
             assert f"stream-ckpt recover {uri} --store file://{store}" in said
         listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
         assert "newer records" in listed.stderr
+        (tmp_path / "store" / "records").rename(tmp_path / "records")  # no second copy: the trainer had another store
+        listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
+        lost = f"the store holds marker {markers[-1]}, which is not in the log: the end of the log's control partition"
+        assert lost in listed.stderr
+        verified = CliRunner().invoke(app, ["verify", uri, "--store", store])
+        assert verified.exit_code == 1
+        assert lost in verified.stderr
+        assert "is whole" in verified.stdout
+        (tmp_path / "records").rename(tmp_path / "store" / "records")
         arguments = ["recover", uri, "--store", store, "--json"]
         found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
         assert (found["offered"], found["next_generation"]) == (markers, 3)

@@ -11,23 +11,30 @@ from typer.testing import CliRunner
 from tests.builders import JOB
 from tests.synthetic import Image, Job, image_of_log
 from torchrec_stream_ckpt.cli.main import app
+from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.inner import Control, Objects, open_store
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.records import read_copy
-from torchrec_stream_ckpt.util.layout import copied_log
+from torchrec_stream_ckpt.util.layout import copied_log, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import parse_uri
 
 
-def copied(folder: Path) -> Path:
+def copied(folder: Path, *, dense: bool = False) -> Path:
     """A job of two generations and five markers, whose records are copied; returns its folder."""
     job = Job(folder / "job")
     for parent, markers in ((None, 2), (MarkerId(1, 2), 3)):
         job.begin(parent)
         for _ in range(markers):
             job.touch()
-            job.commit()
+            state: dict[str, Any] = {}
+            if dense:
+                name = dense_name(JOB, MarkerId(job.generation, job.marker + 1))
+                (job.root / name).mkdir(parents=True)
+                (job.root / name / ".metadata").write_bytes(b"dense state")
+                state = {"dense": name, "dense_files": digest_files(job.root / name, [".metadata"])}
+            job.commit(**state)
     keep(job.root)
     return job.root
 

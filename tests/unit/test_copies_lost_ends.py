@@ -9,6 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from tests import stores
 from tests.builders import JOB, claim, commit
 from tests.parts import Entry, FileLog, FolderObjects, app
 from tests.unit.copied_job import check, copied, copied_offsets, image, keep, key, offsets, recover, trainer
+from torchrec_stream_ckpt.cli import verify
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -63,6 +65,22 @@ def doctor(root: Path) -> dict[str, tuple[str, str, str]]:
     return {each["check"]: (each["verdict"], each["found"], each["hint"]) for each in json.loads(done.stdout)}
 
 
+def names_the_loss(root: Path, error: CorruptionError) -> None:
+    """``list`` and ``verify`` name a lost marker as a restore does."""
+    arguments = (f"file://{root}", "--store", str(root), "--json")
+    listed = CliRunner().invoke(app, ["list", *arguments], catch_exceptions=False)
+    assert listed.stderr == f"Warning: {error.headline}\nTry: {error.hint}\n"
+    assert json.loads(listed.stdout)["markers"]
+    with patch.object(verify, "find_spec", return_value=None):  # the dense state is not a real one
+        for more in ([], ["--all"]):
+            done = CliRunner().invoke(app, ["verify", arguments[0], *more, *arguments[1:]])
+            assert (done.exit_code, done.stderr) == (1, listed.stderr)
+            assert json.loads(done.stdout)[0]["marker"] == json.loads(listed.stdout)["markers"][-1]["marker"]
+        alone = CliRunner().invoke(app, ["verify", *arguments, "--log"], catch_exceptions=False)
+    assert str(CliRunner().invoke(app, ["verify", arguments[0], "2:3", *arguments[1:]]).exception) == str(error)
+    assert (alone.exit_code, alone.stderr) == (0, "")
+
+
 def restore(root: Path) -> MarkerId:
     """Return the marker that a restore finds, with the store in the log's folder."""
     with closing(Job.open(f"file://{root}", store=str(root))) as job:
@@ -73,8 +91,9 @@ def restore(root: Path) -> MarkerId:
 
 
 @pytest.mark.parametrize("lost", [1, 2])
-def test_a_marker_that_only_the_store_has_was_lost_by_the_log(root: Path, lost: int) -> None:
+def test_a_marker_that_only_the_store_has_was_lost_by_the_log(tmp_path: Path, lost: int) -> None:
     """No second copy knows it: the trainer kept its copy in another store, or died before it wrote it."""
+    root = copied(tmp_path, dense=True)
     stores.fold(root)
     for each in Copied.load(open_store(str(root)), JOB, key(root)).names:
         open_store(str(root)).delete(each.name)
@@ -86,10 +105,14 @@ def test_a_marker_that_only_the_store_has_was_lost_by_the_log(root: Path, lost: 
     assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
     told = doctor(root)
     assert told["store"] == ("bad", no.value.headline, no.value.hint)
+    names_the_loss(root, no.value)
     recover(root)
     assert restore(root) == MarkerId(2, 3)
     assert image(root) == before
     assert doctor(root)["store"][0] == "ok"
+    with patch.object(verify, "find_spec", return_value=None):
+        whole = CliRunner().invoke(app, ["verify", f"file://{root}", "--store", str(root)], catch_exceptions=False)
+    assert (whole.exit_code, whole.stderr) == (0, "")
 
 
 def test_a_marker_that_is_committed_and_folded_meanwhile_was_not_lost(root: Path) -> None:

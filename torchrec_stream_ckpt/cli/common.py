@@ -71,15 +71,24 @@ def open_job(job: Job, *, warn: bool = True) -> Iterator[Job]:
             )
         job.control.refresh()
         if warn:
-            _warn(job)
+            warn_of_loss(job)
         yield job
 
 
-def _warn(job: Job) -> None:
-    """Warn on stderr if the log has lost its end. A store that does not answer is not asked again."""
+def warn_of_loss(job: Job, lost_marker: Callable[[], CorruptionError | None] = lambda: None) -> CorruptionError | None:
+    """Warn on stderr if the log has lost its end, and return the error. A store that does not answer is not asked
+    again.
+
+    Args:
+        job: The job.
+        lost_marker: Returns the error if the log lacks a marker of the store; asked if the second copy knows of no
+            loss.
+    """
     with contextlib.suppress(StreamCkptError):
-        if (lost := job.lost_tail()) is not None:
+        if (lost := job.lost_tail() or lost_marker()) is not None:
             typer.echo(f"Warning: {lost.headline}\nTry: {lost.hint}", err=True)
+            return lost
+    return None
 
 
 def check_named_store(job: Job) -> None:

@@ -11,7 +11,15 @@ from typing import Annotated, Any
 import typer
 from rich.tree import Tree
 
-from torchrec_stream_ckpt.cli.common import check_named_store, console, in_words, plain, print_json_rows, table
+from torchrec_stream_ckpt.cli.common import (
+    check_named_store,
+    console,
+    in_words,
+    plain,
+    print_json_rows,
+    table,
+    warn_of_loss,
+)
 from torchrec_stream_ckpt.cli.options import JobOptions, Json
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, ended_of
@@ -51,20 +59,21 @@ def list_markers(
 ) -> None:
     """List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.
 
-    It checks which data exists (log ends, dense files, segments and their sizes); ``verify`` reads every byte. Values
-    are those of ``mark(meta=...)``, and step, generation, ranks, rows, bytes and time_s. With ``--where``, ``--newest``
-    counts the markers that meet it.
+    It checks which data exists (log ends, dense files, segments and their sizes); ``verify`` reads every byte. A
+    warning names a marker that the store holds and the log has lost. Values are those of ``mark(meta=...)``, and step,
+    generation, ranks, rows, bytes and time_s. With ``--where``, ``--newest`` counts the markers that meet it.
     """
     conditions = [Condition.parse(each) for each in where or ()]
     picked = bool(conditions or sort)
     if picked and tree:
         raise ConfigError("--tree shows the lineage of all markers", hint="omit --where and --sort")
-    with options.open() as job:
+    with options.open(warn=False) as job:
         if picked:
             chosen = _pick(job, conditions, sort, newest)
         else:
             chosen = list(islice(reversed(job.lineage.commits.values()), newest))[::-1]
         survey = Survey(job)
+        warn_of_loss(job, lambda: job.lost_marker(held.catalog if (held := survey.holdings()) is not None else None))
         said = _said(job, survey)
         compared = of_history(job.lineage, said)
         names = job.lineage.names

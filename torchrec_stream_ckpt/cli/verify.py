@@ -9,9 +9,15 @@ from typing import Annotated, Any
 
 import typer
 
-from torchrec_stream_ckpt.cli.common import as_json, check_named_store, print_json, progress_bar
+from torchrec_stream_ckpt.cli.common import as_json, check_named_store, print_json, progress_bar, warn_of_loss
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, TrimmedError, printable
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MarkerNotFoundError,
+    TrimmedError,
+    printable,
+)
 from torchrec_stream_ckpt.find.survey import Survey
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import intervals
@@ -45,21 +51,27 @@ def verify_markers(
     damage, and no byte of rows is read twice. Some markers are named and not read: those that were given up, and those
     whose log was trimmed on purpose while the store does not serve them. Rows are compared with the proofs of markers;
     a marker with rows that differ is damaged. With --all, --verdict applies only to the newest marker, because a
-    running trainer is based on it. Exit status 1 if any marker is damaged, or if data had to be read around damage in
-    the store.
+    running trainer is based on it. Exit status 1 if any marker is damaged, if data had to be read around damage in the
+    store, or if the store holds a marker that the log has lost.
     """
     if all_markers and options.chosen is not None:
         raise ConfigError("--all verifies every marker", hint="omit MARKER or --all", marker=options.chosen)
-    with options.open() as job:
+    with options.open(warn=log_alone) as job:
+        lost = None
         if not log_alone:
             check_named_store(job)
+            lost = warn_of_loss(job, job.lost_marker)
         said: list[Verified | MarkerVerdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
             if not log_alone:
                 _take_back(job, [error for each in said if isinstance(each, MarkerVerdict) for error in each.damage])
         else:
-            said = [_verify(job, job.find(options.chosen), quiet=json, log_alone=log_alone)]
+            try:
+                commit = job.find(options.chosen)
+            except MarkerNotFoundError as error:
+                raise lost or error from None
+            said = [_verify(job, commit, quiet=json, log_alone=log_alone)]
         if verdict:
             _leave(job, said[0])
     if json:
@@ -67,6 +79,8 @@ def verify_markers(
     else:
         for each in said:
             typer.echo(_describe(each))
+    if lost is not None:
+        raise typer.Exit(1)
     if any(isinstance(each, MarkerVerdict) and _is_damaged(each, accept=accept_unproved) for each in said):
         raise typer.Exit(1)
     for each in said:

@@ -318,9 +318,17 @@ class Job:
         """
         return self.control.lost_tail((self.objects, self.uri))
 
-    def lost_marker(self) -> CorruptionError | None:
-        """Compare the log with the markers of the store, as :func:`lost_marker`. Lists the store's manifests."""
-        return lost_marker(Catalog.load(self.objects, self.lineage.job), self.log, self.control, self.uri)
+    def lost_marker(self, catalog: Catalog | None = None) -> CorruptionError | None:
+        """Compare the log with the markers of the store, as :func:`lost_marker`.
+
+        Args:
+            catalog: The store's markers; None to list them.
+
+        Raises:
+            ConfigError, StoreUnavailableError: as :meth:`lost_tail`.
+        """
+        catalog = catalog or Catalog.load(self.objects, self.lineage.job)
+        return lost_marker(catalog, self.log, self.control, self.uri)
 
     def copying(self, objects: Objects) -> Control:
         """Return the control partition for a writer; a second copy of all appended records is kept in the store."""
