@@ -24,6 +24,7 @@ from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
 from torchrec_stream_ckpt.util.marker_names import is_marker_name
 from torchrec_stream_ckpt.util.settings import PREFIX, Found, Setting, declared, gather, warn_of_strangers
 from torchrec_stream_ckpt.util.types import Restored
+from torchrec_stream_ckpt.util.units import plain
 
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.evolve.changes import Changes
@@ -36,7 +37,7 @@ def whole(minimum: int) -> Callable[[str], int]:
 
     def parse(text: str) -> int:
         try:
-            value = int(text)
+            value = int(plain(text))
         except ValueError:
             raise argparse.ArgumentTypeError(f"'{text}' is not a whole number") from None
         if value < minimum:
@@ -49,7 +50,7 @@ def whole(minimum: int) -> Callable[[str], int]:
 def positive(text: str) -> float:
     """Parse a finite number above zero (an argparse type)."""
     try:
-        value = float(text)
+        value = float(plain(text))
     except ValueError:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number") from None
     if not (math.isfinite(value) and value > 0):

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import time
+from collections.abc import Callable
 
 import pytest
+from typer.testing import CliRunner
 
+from tests.parts import Retention, app
+from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.cli.plan_input import number
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.extras.follower.redis_sink import RedisSink
+from torchrec_stream_ckpt.find.best import Best, Condition
+from torchrec_stream_ckpt.flags import whole
+from torchrec_stream_ckpt.util.settings import declared
+from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import age, clock, day, duration, parse_duration, parse_size, size
+from torchrec_stream_ckpt.util.uris import parse_uri
 
 
 def test_bytes_are_shown_in_powers_of_1000() -> None:
@@ -60,3 +72,41 @@ def test_sizes_and_times_are_read_as_people_write_them() -> None:
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="not a size"):
         parse_size(text)
+
+
+ARABIC = "\u0661"
+"""The digit 1 in Arabic script, which ``int`` and ``float`` accept."""
+
+
+@pytest.mark.parametrize(
+    "parse",
+    [
+        MarkerId.parse,
+        MarkerId.checked_name,
+        lambda text: MarkerId.parse(f"1:{text}"),
+        lambda text: Best.parse(f"auc:max:{text}", several=True),
+        parse_size,
+        lambda text: parse_size(f"{text}GB"),
+        parse_duration,
+        lambda text: parse_duration(f"1.{text}s"),
+        number,
+        parse_uri,
+        lambda text: parse_uri(f"kafka://broker:{text}/job"),
+        lambda text: Retention(then_every=text).kept([], None),
+        lambda text: RedisSink(f"redis://host:{text}/0", "p"),
+    ],
+)
+@pytest.mark.parametrize("text", [ARABIC, f"{ARABIC}:{ARABIC}", f"1{ARABIC}"])
+def test_digits_of_other_scripts_are_refused(parse: Callable[[str], object], text: str) -> None:
+    with pytest.raises(ConfigError):
+        parse(text)
+
+
+def test_settings_and_options_take_the_digits_0_to_9_alone() -> None:
+    assert declared(StreamConfig)["marker_every"].from_text("12") == 12
+    assert declared(StreamConfig)["marker_every"].from_text(ARABIC) == ARABIC
+    assert Condition.parse("auc>1").value == 1
+    assert Condition.parse(f"auc={ARABIC}").value == ARABIC
+    with pytest.raises(argparse.ArgumentTypeError):
+        whole(1)(ARABIC)
+    assert CliRunner().invoke(app, ["list", "file:///x", "--newest", ARABIC]).exit_code == 2

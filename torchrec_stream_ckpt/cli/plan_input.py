@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.inner import Job
 from torchrec_stream_ckpt.util.types import TableSpec
-from torchrec_stream_ckpt.util.units import parse_duration, parse_size
+from torchrec_stream_ckpt.util.units import is_whole, parse_duration, parse_size, plain
 
 EXAMPLE = '[{"rows": 40000000, "dim": 128, "optimizer": "rowwise_adagrad", "ids": 20, "zipf": 1.05, "count": 4}]'
 _MAX_FILE_BYTES = 16 * 2**20
@@ -98,7 +98,7 @@ class PlanOptions:
 
     def deployment(self, kind: Log) -> Deployment:
         """Return the places and the retention, with a log of ``kind`` unless one is named."""
-        if self.then_every is not None and self.then_every.isdecimal():
+        if self.then_every is not None and is_whole(self.then_every):
             raise ConfigError("--then-every must be a time here, not a count", hint="write --then-every 1d")
         return Deployment(
             log=self.log or kind,
@@ -208,7 +208,7 @@ def _planned_tables(options: PlanOptions) -> list[PlannedTable]:
     """
     tables, rows, dim = options.tables, options.rows, options.dim
     every = {"dtype": options.dtype, "optimizer": options.optimizer}
-    if tables is not None and not tables.isdecimal():
+    if tables is not None and not is_whole(tables):
         if rows is not None or dim is not None:
             raise ConfigError("the file contains rows and dim of each table", hint="omit --rows and --dim")
         return _read_tables(Path(tables), every)
@@ -300,7 +300,7 @@ def parse_assumptions(pairs: Sequence[str]) -> UnitCosts:
 def number(text: str) -> float:
     """Parse ``40000000``, ``4e7`` or ``40_000_000``."""
     try:
-        value = float(text)
+        value = float(plain(text))
     except ValueError:
         value = -1.0
     return _positive("", value, text, hint="write it as 40000000 or 4e7")

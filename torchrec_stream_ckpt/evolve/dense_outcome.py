@@ -28,7 +28,7 @@ class DenseOutcome:
         """Size of its values, in bytes."""
         if self.entry.dtype == NO_TENSOR:
             return 0
-        bits = re.match(r"[a-z]+(\d+)", self.entry.dtype)  # bool has no number
+        bits = re.match(r"[a-z]+([0-9]+)", self.entry.dtype)  # bool has no number
         return math.prod(self.entry.shape) * (int(bits[1]) // 8 if bits is not None else 1)
 
 

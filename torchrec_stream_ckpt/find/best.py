@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.format.aliases import without_aliases
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.units import plain
 
 Value: TypeAlias = str | int | float
 Said: TypeAlias = Mapping[str, Value]
@@ -66,7 +67,7 @@ class Best:
             ConfigError: the text has another form.
         """
         form = "auc:max or loss:min" + (", or auc:max:3 for three" if several else "")
-        match = re.fullmatch(rf"({_KEY}):(max|min)(?::(\d{{1,9}}))?", text) if isinstance(text, str) else None
+        match = re.fullmatch(rf"({_KEY}):(max|min)(?::([0-9]{{1,9}}))?", text) if isinstance(text, str) else None
         if match is None or (match[3] is not None and (not several or not int(match[3]))):
             raise ConfigError(f"{text!r:.80} is not a valid rule for the best marker", hint=f"write {form}")
         return cls(match[1], match[2] == "max", int(match[3] or 1))
@@ -161,7 +162,7 @@ class Condition:
         if len(constant) > 1 and constant[0] == constant[-1] and constant[0] in "'\"":
             return cls(key, sign, constant[1:-1])
         try:
-            number: Value = int(constant) if re.fullmatch(r"[+-]?\d+", constant) else float(constant)
+            number: Value = int(constant) if re.fullmatch(r"[+-]?[0-9]+", constant) else float(plain(constant))
         except ValueError:
             return cls(key, sign, constant)
         return cls(key, sign, number if number == number else constant)

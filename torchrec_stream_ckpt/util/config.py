@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.util.types import MARKER_FORMS
 from torchrec_stream_ckpt.util.uris import FileUri, KafkaUri, check_store_url, kind_of, parse_uri
 
 _LOGS = "name one log, or two, nearest first: file:///LOCAL/DIR, then kafka://HOST:PORT/JOB or s3://BUCKET/PREFIX"
-_MARKER = re.compile(r"\d{1,9}:\d{1,18}")
+_MARKER = re.compile(r"[0-9]{1,9}:[0-9]{1,18}")
 
 
 @dataclass(kw_only=True, slots=True)

@@ -91,7 +91,7 @@ TEMPORARY_PREFIX = ".put-"
 MAX_PARTITIONS = 65_536
 MAX_GENERATION = 99_999_999
 
-_SEGMENT = re.compile(r"g(\d{8})-(\d{20})\.seg")
+_SEGMENT = re.compile(r"g([0-9]{8})-([0-9]{20})\.seg")
 _MARKER = r"g([0-9]{8,20})-m([0-9]{8,20})"
 _JOB = r"([0-9a-f]{32})"
 _STORE_SEGMENT = re.compile(

@@ -15,7 +15,7 @@ ALIAS_PATTERN = r"[A-Za-z][A-Za-z0-9._-]{0,47}"
 """Pattern of the names that ``stream-ckpt name`` gives."""
 _ALIAS = re.compile(ALIAS_PATTERN)
 _TAKEN = frozenset({"all", "best", "first", "last", LATEST, "lost", "newest", "none", "oldest", "root"})
-_OTHERS = re.compile(rf"\d{{1,9}}:\d{{1,18}}|{LATEST}|{BEST}[A-Za-z0-9_.-]{{1,64}}:(?:max|min)")
+_OTHERS = re.compile(rf"[0-9]{{1,9}}:[0-9]{{1,18}}|{LATEST}|{BEST}[A-Za-z0-9_.-]{{1,64}}:(?:max|min)")
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.util.units import plain
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +97,7 @@ class Setting:
             return _BOOLEANS.get(text.lower(), text)
         for number in {int, float} & self._kinds:
             try:
-                return number(text)
+                return number(plain(text))
             except ValueError:
                 continue
         parts = text.split() if Sequence in self._kinds else []

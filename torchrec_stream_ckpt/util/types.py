@@ -42,7 +42,7 @@ class MarkerId(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> MarkerId:
         """Read ``GENERATION:MARKER``, for example ``2:17``."""
-        match = re.fullmatch(r"(\d{1,9}):(\d{1,18})", text)
+        match = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,18})", text)
         if match is None:
             raise ConfigError(f"'{text}' is not a marker", hint="write it as GENERATION:MARKER, for example 2:17")
         return cls(int(match[1]), int(match[2]))

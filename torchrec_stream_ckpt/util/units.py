@@ -12,8 +12,24 @@ from torchrec_stream_ckpt.errors import ConfigError
 _LENGTHS = {"d": 86_400, "h": 3_600, "min": 60}
 _SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0, "w": 604_800.0}
 _BYTES = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-_DURATION = re.compile(r"(\d{1,9}(?:\.\d{1,6})?)(s|min|h|d|w)?")
-_SIZE = re.compile(r"(\d+)\s*([KMGT]?)B?")
+_DURATION = re.compile(r"([0-9]{1,9}(?:\.[0-9]{1,6})?)(s|min|h|d|w)?")
+_SIZE = re.compile(r"([0-9]+)\s*([KMGT]?)B?")
+
+
+def plain(text: str) -> str:
+    """Return a text that may be parsed as a number: ``int`` and ``float`` accept the digits of every script.
+
+    Raises:
+        ValueError: The text is not in ASCII.
+    """
+    if not text.isascii():
+        raise ValueError(f"{text!r:.80} is not written in the digits 0 to 9")
+    return text
+
+
+def is_whole(text: str) -> bool:
+    """Return whether a text is a whole number, in the digits 0 to 9 alone."""
+    return text.isascii() and text.isdecimal()
 
 
 def size(num_bytes: float) -> str:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 from torchrec_stream_ckpt.errors import ConfigError
 
 _MAX_PORT = 65_535
-_BROKER = re.compile(r"(?:[^\s:/@]+|\[[0-9a-fA-F:]+\]):(\d{1,5})")
+_BROKER = re.compile(r"(?:[^\s:/@]+|\[[0-9a-fA-F:]+\]):([0-9]{1,5})")
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
 _BUCKETS = ("s3", "gs", "az", "abfs")
 _URI_HINT = "use file://DIR for a directory, s3://BUCKET/PREFIX for a bucket, or kafka://BROKERS/JOB for Kafka"

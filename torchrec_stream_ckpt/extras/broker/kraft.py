@@ -237,7 +237,7 @@ class Broker:
             match = re.search(r"^listeners=(.*)$", self._properties.read_text(), re.MULTILINE)
         except FileNotFoundError:
             return {}
-        found = re.findall(r"(\w+)://[^:]+:(\d+)", match[1]) if match else []
+        found = re.findall(r"(\w+)://[^:]+:([0-9]+)", match[1]) if match else []
         return {protocol: int(port) for protocol, port in found if protocol != "CONTROLLER"}
 
     def _configure(self, port: int | None, secured_by: str | None) -> None:
@@ -269,7 +269,7 @@ class Broker:
     def _choose_ports_anew(self, kept: int | None) -> None:
         """(first start) Choose other ports than before, except for the one that the caller named."""
         text = self._properties.read_text()
-        ports = re.compile(rf"(?<={re.escape(HOST)}:)\d+")
+        ports = re.compile(rf"(?<={re.escape(HOST)}:)[0-9]+")
         old = set(map(int, ports.findall(text))) - {kept}
         with ExitStack() as held:
             new = {port: _reserve(held, 0) for port in old}

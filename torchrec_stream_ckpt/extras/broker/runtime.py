@@ -128,7 +128,7 @@ def _java_version(java: str) -> int | None:
         done = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=30, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
-    match = re.search(r'version "(?:1\.)?(\d+)', done.stderr + done.stdout)
+    match = re.search(r'version "(?:1\.)?([0-9]+)', done.stderr + done.stdout)
     return int(match[1]) if match else None
 
 

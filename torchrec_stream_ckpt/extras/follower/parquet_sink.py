@@ -37,7 +37,7 @@ from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_synced
 from torchrec_stream_ckpt.util.types import TableSpec
 
-_FOLDER = re.compile(r"(\d{10})-\d+-\d+")
+_FOLDER = re.compile(r"([0-9]{10})-[0-9]+-[0-9]+")
 _PARTIAL = ".partial"
 _ABOUT = "marker.json"
 _NEWEST = "newest.json"

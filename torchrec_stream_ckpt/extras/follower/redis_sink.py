@@ -29,9 +29,10 @@ from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, Update
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
 from torchrec_stream_ckpt.util.options import Options, read_options
 from torchrec_stream_ckpt.util.types import TableSpec
+from torchrec_stream_ckpt.util.units import plain
 
-_URL = re.compile(r"rediss?://(?:[^/@\s:]+|\[[0-9a-fA-F:]+\])(?::\d{1,5})?(?:/\d{1,3})?")
-_NUMBER = re.compile(r"-?\d{1,19}")
+_URL = re.compile(r"rediss?://(?:[^/@\s:]+|\[[0-9a-fA-F:]+\])(?::[0-9]{1,5})?(?:/[0-9]{1,3})?")
+_NUMBER = re.compile(r"-?[0-9]{1,19}")
 _BATCH_BYTES = 2**20
 """Weights of one transaction. Redis runs it without a pause."""
 _BATCH_ROWS = 2048
@@ -297,7 +298,7 @@ def _arguments(options: Options) -> dict[str, Any]:
             f"sink options have an unknown name: {unknown[0]}", hint=f"use {', '.join(_TEXTS)} or socket_timeout"
         )
     try:
-        answer_s = float(given.pop("socket_timeout", _ANSWER_S))
+        answer_s = float(plain(str(given.pop("socket_timeout", _ANSWER_S))))
     except ValueError:
         raise ConfigError("sink options: socket_timeout must be seconds") from None
     return {"socket_timeout": answer_s, "socket_connect_timeout": answer_s, **given}

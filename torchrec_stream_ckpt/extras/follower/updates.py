@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import WeightProof
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
-_MARKER = re.compile(r"\d+:\d+")
+_MARKER = re.compile(r"[0-9]+:[0-9]+")
 """Form of COMMIT.dense in a serving stream."""
 
 

@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.inner import Damaged, Job, Region, Route, Tiers, Where, fill, find_marker
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.units import is_whole
 
 
 @dataclass(slots=True)
@@ -103,7 +104,7 @@ class StreamReader(StorageReader):
         """The marker that is read; None before the first load, unless it was named as ``GENERATION:MARKER``."""
         if self._look is not None:
             return self._look.route.marker
-        return MarkerId.parse(self._marker) if self._marker[:1].isdigit() else None
+        return MarkerId.parse(self._marker) if is_whole(self._marker[:1]) else None
 
     @property
     def step(self) -> int | None:

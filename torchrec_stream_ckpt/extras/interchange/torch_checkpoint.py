@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, Unsupporte
 from torchrec_stream_ckpt.extras.interchange.contents import Part
 from torchrec_stream_ckpt.extras.interchange.torch_file import Shards, leaves, read_file
 
-_OF_RANK = re.compile(r"(.*?)(\d+)(\.\w+)")
+_OF_RANK = re.compile(r"(.*?)([0-9]+)(\.\w+)")
 """Name of a file of one rank: ``rank0.pt`` and the like."""
 Offsets = tuple[int, ...]
 Box = tuple[Offsets, tuple[int, ...]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.util.units import duration
+from torchrec_stream_ckpt.util.units import duration, is_whole
 
 _ANSWER_S = 2.0
 _MOST_BYTES = 2**20
@@ -67,7 +67,7 @@ def follower_status(endpoint: str, newest: MarkerId | None) -> FollowerStatus:
         ConfigError: ``endpoint`` is not of that form.
     """
     host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdecimal() or int(port) > 65535:
+    if not host or not is_whole(port) or int(port) > 65535:
         raise ConfigError(
             f"a follower is named by HOST:PORT, got {endpoint!r}", hint="pass the port of serve_metrics(port)"
         )

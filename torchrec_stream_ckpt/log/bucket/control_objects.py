@@ -27,6 +27,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, payload_
 from torchrec_stream_ckpt.log.bucket.objects import delete_all, of_log, read_if_there
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.util.units import is_whole
 
 BLOCK = 256
 """Records of a block."""
@@ -60,7 +61,7 @@ def _numbers(objects: Objects, folder: str) -> list[int]:
 def _sizes(objects: Objects, folder: str) -> dict[int, int]:
     """Return the lengths of the objects of a folder that numbers name."""
     entries = ((entry.name.rpartition("/")[2], entry.num_bytes) for entry in objects.list(f"{folder}/"))
-    return {int(name): size for name, size in entries if len(name) == 20 and name.isdecimal()}
+    return {int(name): size for name, size in entries if len(name) == 20 and is_whole(name)}
 
 
 class ControlObjects:

@@ -26,6 +26,7 @@ from torchrec_stream_ckpt.store.bucket_rules import LIFECYCLE, HasRules, check_r
 from torchrec_stream_ckpt.util.layout import IDENTITY_FILE, bucket_generation
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
+from torchrec_stream_ckpt.util.units import is_whole
 from torchrec_stream_ckpt.util.uris import BucketUri, LogUri
 
 _IDENTITY = re.compile(rb"[0-9a-f]{32}")
@@ -115,7 +116,7 @@ class BucketLog:
 
     def _partitions(self) -> int:
         names = (entry.name.rpartition("/")[2] for entry in self._objects.list(f"{_PARTITIONS_DIR}/"))
-        return max((int(name) for name in names if name.isdecimal()), default=0)
+        return max((int(name) for name in names if is_whole(name)), default=0)
 
     def takes_blocks(self) -> bool:
         return False
@@ -141,7 +142,7 @@ class BucketLog:
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
         with of_log("cannot read the bucket log"):
             names = [entry.name for entry in self._objects.list(f"{_GENERATIONS_DIR}/")]
-        numbers = [int(name.rpartition("/g")[2]) for name in names if name.rpartition("/g")[2].isdecimal()]
+        numbers = [int(name.rpartition("/g")[2]) for name in names if is_whole(name.rpartition("/g")[2])]
         if not numbers:
             return None
         newest = max(numbers)

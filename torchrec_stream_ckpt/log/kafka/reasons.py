@@ -166,7 +166,7 @@ class Reasons:
             # Producers and consumers share one set of options. A fresh broker lets a producer try twice.
             level = logging.DEBUG
         # Remove the duration, so that repeated messages are equal.
-        gist = re.sub(r"\(after \d+ms in state \w+.*\)", "", text)
+        gist = re.sub(r"\(after [0-9]+ms in state \w+.*\)", "", text)
         with self._lock:
             known = gist in self._seen
             if len(self._seen) < 1000:

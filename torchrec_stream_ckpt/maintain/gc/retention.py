@@ -15,7 +15,7 @@ from torchrec_stream_ckpt.maintain.compactor import Span
 from torchrec_stream_ckpt.store.api import Entry
 from torchrec_stream_ckpt.util.layout import PINS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.util.units import parse_duration, size
+from torchrec_stream_ckpt.util.units import is_whole, parse_duration, size
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,7 +245,7 @@ class Retention:
 
 def _parse_every(every: int | str) -> int | float:
     """Parse a count, or a duration in seconds as a float."""
-    if isinstance(every, str) and not every.strip().isdecimal():
+    if isinstance(every, str) and not is_whole(every.strip()):
         stretch_s = parse_duration(every)
         if not stretch_s:
             raise ConfigError("then_every must not be zero", hint="write a count, or a duration such as 1d")
