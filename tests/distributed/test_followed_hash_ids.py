@@ -9,11 +9,10 @@ import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
-from torchrec.sparse.jagged_tensor import JaggedTensor
 from typer.testing import CliRunner
 
-from tests import hashed, ranks
-from tests.collided import TABLES, attach, ranks_of
+from tests import ranks
+from tests.collided import TABLES, answers, attach
 from tests.hash_zch import FREE, trainable
 from tests.hashed import LRU, SINGLE, evicted, job
 from tests.parts import app
@@ -30,24 +29,6 @@ ENDS = torch.tensor([-(2**63), -2, 2**63 - 2])
 def _probes(size: int, build: dict[str, Any]) -> torch.Tensor:
     """All raw ids there can be; without input_hash_size, the ends of int64, too."""
     return torch.arange(size) if build.get("sized", True) else torch.cat([torch.arange(size), ENDS])
-
-
-def _answers(each: hashed.HashJob, build: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """By table: the live row of each probe, as the modules of TorchRec answer on the rank that it is sent to."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    state, found = each.truth(), {}
-    for name, *_, size in TABLES:
-        module, probes = each.maps()[name], _probes(size, build)
-        mine = ranks_of(module, probes, world) == rank
-        module.eval()
-        looked = module.remap({name: JaggedTensor(values=probes[mine], lengths=torch.tensor([int(mine.sum())]))})
-        module.train()
-        rows = torch.zeros(len(probes), dtype=torch.int64)
-        rows[mine] = looked[name].values()
-        dist.all_reduce(rows)
-        (weights,) = [value for key, value in state.items() if key.endswith(f".{name}.weight")]
-        found[f"mc._embedding_module.{name}"] = weights[rows]
-    return found
 
 
 def _train_and_follow(uri: str, mode: str, begin: int, steps: int, build: dict[str, Any]) -> int:
@@ -67,7 +48,7 @@ def _train_and_follow(uri: str, mode: str, begin: int, steps: int, build: dict[s
                 if number % 2:
                     continue
                 checkpointer.mark().result(60)
-                expected = _answers(each, build)
+                expected = answers(each, {name: _probes(size, build) for name, *_, size in TABLES})
                 if tables is not None:
                     tables.advance()
                     for name, size in SIZES.items():

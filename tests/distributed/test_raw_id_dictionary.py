@@ -171,7 +171,8 @@ def _live(case: str, uri: str, expected: Seen | None, folder: Path) -> None:
     sizes = {f"mc._embedding_module.{name}": size if _sized(case) else 0 for name, *_, size in TABLES}
     with _builder(case) as build:
         each = build()
-        tables = FollowedTables(follow(uri), input_hash_sizes=sizes) if rank == 0 else None
+        mode = "rows" if "LRU" in case else "markers"
+        tables = FollowedTables(follow(uri, mode=mode), input_hash_sizes=sizes) if rank == 0 else None
         with attach(each, uri, marker_every=None) as checkpointer:
             each.step_number = FIRST.get(case, 0)
             if expected is not None:

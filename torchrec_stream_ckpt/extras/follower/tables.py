@@ -187,15 +187,16 @@ class FollowedTables(Replica):
                 f"raw ids are {raw_ids.dtype} {tuple(raw_ids.shape)}", hint="give int64 of shape (n,)", table=table
             )
         wanted = raw_ids.cpu().numpy()
-        if self._follower.mode == "rows" and (wanted == NO_ID).any():
-            raise ConfigError(
-                f"raw id {NO_ID} is TorchRec's mark of free rows, and between markers it is not known which are free",
-                hint="omit it, or follow with mode='markers'",
-                table=table,
-            )
         with self.reading() as served, torch.no_grad():
-            weights = served.tables[table]
-            rows = torch.from_numpy(self._maps[table].rows_of(wanted))
+            weights, id_map = served.tables[table], self._maps[table]
+            if self._follower.mode == "rows" and id_map.hashed is None and (wanted == NO_ID).any():
+                raise ConfigError(
+                    f"raw id {NO_ID} is TorchRec's mark of free rows, and between markers it is not known which are "
+                    "free",
+                    hint="omit it, or follow with mode='markers'",
+                    table=table,
+                )
+            rows = torch.from_numpy(id_map.rows_of(wanted))
             return weights.index_select(0, rows.to(weights.device))
 
     def dense(self) -> DenseTensors:

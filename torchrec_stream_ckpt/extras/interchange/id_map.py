@@ -119,7 +119,8 @@ class RawIdMap:
         hashed: HashLayout | None = None,
     ) -> None:
         self._size = input_hash_size
-        self._hashed = hashed
+        self.hashed = hashed
+        """The buckets of hash ZCH, if it is a map of that."""
         self._first = np.array([rows.min() if len(rows) else 0 for _, rows in shards], np.int64)
         self._last = np.array([rows.max() if len(rows) else -1 for _, rows in shards], np.int64)
         ids, rows = (np.concatenate(parts) for parts in zip(*shards, strict=True))
@@ -144,8 +145,8 @@ class RawIdMap:
                 int64, and the order of free rows is not known. In hash ZCH: it has no bucket; or it is -1, TorchRec's
                 mark of free rows, or the greatest int64, which events use for free rows.
         """
-        if self._hashed is not None:
-            return self._hashed_rows(raw_ids, self._hashed)
+        if self.hashed is not None:
+            return self._hashed_rows(raw_ids, self.hashed)
         shards = shards_of(raw_ids, self._size, len(self._last))
         if (lost := self._last[shards] < 0).any():
             place = int(np.argmax(lost))
@@ -260,8 +261,8 @@ class RawIdMap:
 
     def _check_shards(self, raw_ids: Ids, rows: Ids, shards: Ids, table: str) -> None:
         world = len(self._last)
-        if self._hashed is not None:
-            strangers, parts = self._hashed.strangers(raw_ids, rows), f"{len(self._hashed.edges) - 1} buckets"
+        if self.hashed is not None:
+            strangers, parts = self.hashed.strangers(raw_ids, rows), f"{len(self.hashed.edges) - 1} buckets"
         else:
             strangers, parts = int(np.count_nonzero(shards_of(raw_ids, self._size, world) != shards)), f"{world} shards"
         if strangers:
