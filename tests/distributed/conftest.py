@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import pytest
 
 from tests import warm
-from tests.in_memory import folders, tmp_path  # noqa: F401
 from tests.pool import Pool
 
 
