@@ -88,3 +88,13 @@ def test_json_that_outgrows_a_frame_is_refused(ring: FrameRing) -> None:
     assert buffer is not None
     with pytest.raises(UnsupportedError, match="HELLO of 1000000 bytes does not fit a frame"):
         buffer.put_json(Header(Kind.HELLO, JOB, 1), b" " * 1_000_000)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_full_ring_uses_as_much_as_it_has(padded: bool) -> None:
+    ring = FrameRing(2 * MAX_FRAME_BYTES, 0, padded=padded)
+    held = [ring.acquire(), ring.acquire()]
+    assert None not in held
+    assert ring.acquire() is None
+    assert ring.used_bytes == ring.ring_bytes == 2 * MAX_FRAME_BYTES
+    assert (ring.held_bytes > ring.used_bytes) is padded

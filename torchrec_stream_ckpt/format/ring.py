@@ -178,13 +178,13 @@ class FrameRing:
 
     @property
     def ring_bytes(self) -> int:
-        """Memory of the ring, without the marker's budget."""
+        """Memory of the ring, without the marker's budget and room for padding."""
         return self._capacity * MAX_FRAME_BYTES
 
     @property
     def used_bytes(self) -> int:
-        """Memory of the frames that are in use at the moment."""
-        return self._taken * self._buffer_bytes + self._borrowed_bytes
+        """Memory of the frames that are in use at the moment. Those of the ring count without room for padding."""
+        return self._taken * MAX_FRAME_BYTES + self._borrowed_bytes
 
     @property
     def limit_bytes(self) -> int:
