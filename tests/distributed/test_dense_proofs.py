@@ -72,7 +72,8 @@ def _train(
 ) -> tuple[list[str], list[str]]:
     """Markers; at each one a bit of an entry of the staged copy flips whose name fits. (Names, errors) on this rank."""
     job, names, errors = _job(fsdp), [], []
-    with _attach(job, uri, paranoid, proof_bytes=proof_bytes) as checkpointer:
+    # Buffered, so that a CLAIM announces nothing else.
+    with _attach(job, uri, paranoid, proof_bytes=proof_bytes, log_writes="buffered") as checkpointer:
         checkpointer.restore()
         dense = inside(checkpointer).dense
         save_ = dense.save
