@@ -303,12 +303,13 @@ class Day:
         self._check(f"the next marker is committed: {trainer.marker()}")
 
     @contextlib.contextmanager
-    def _log_refuses(self, job: Job, trainer: Watched, cause: Callable[[], T]) -> Iterator[T]:
-        """The log takes no frames because of ``cause``, until the caller has ended it; nothing is lost meanwhile."""
+    def _log_refuses(self, job: Job, trainer: Watched, why: str, cause: Callable[[], T]) -> Iterator[T]:
+        """The log takes no frames because of ``cause``, which the trainer names as ``why``, until the caller has ended
+        it; nothing is lost meanwhile."""
         marker, since = trainer.marker(), trainer.count
         before = self._rows(job, marker)
         caused = cause()
-        self._see(trainer.line("the log accepts no frames", since))
+        self._see(trainer.line(f"the log accepts no frames.*{why}", since))
         self._see(trainer.line(r"marker \S+ failed", since))
         yield caused
         self._see(trainer.line("the log accepts frames again", since))
@@ -322,7 +323,7 @@ class Day:
         rule = _allow("trainer", "*", "WRITE")
         names = ("restype", "name", "resource_pattern_type", "principal", "host", "operation", "permission_type")
         exactly = AclBindingFilter(*(getattr(rule, name) for name in names))
-        with self._log_refuses(job, trainer, lambda: _done(self._admin.delete_acls([exactly]))):
+        with self._log_refuses(job, trainer, "permission denied", lambda: _done(self._admin.delete_acls([exactly]))):
             found = self._run("doctor", job.uri, *job.options, status=1).output
             self._see(found)
             for command in re.findall(r"kafka-acls\.sh .* --add .*", found):
@@ -331,7 +332,9 @@ class Day:
     def _clock_off(self, job: Job, trainer: Watched) -> None:
         self._begin("Clock off", "The topic takes no records that are 1 ms older than the broker's clock.")
         bounds = {"message_timestamp_type": "CreateTime", "message_timestamp_before_max_ms": "1"}
-        with self._log_refuses(job, trainer, lambda: self._configs(job, "", **bounds)):
+        with self._log_refuses(
+            job, trainer, "too far from the broker's clock", lambda: self._configs(job, "", **bounds)
+        ):
             found = self._run("doctor", job.uri, *job.options, status=1).output
             self._see(found)
             kinds = re.findall(r"(kafka-configs\.sh .* --add-config message\.timestamp\.type=(\S+))", found)
@@ -379,7 +382,7 @@ class Day:
             self._record.not_played = problem
             print(f"not played: {problem}")
             return
-        with self._log_refuses(job, trainer, lambda: _fill(self._folder / "disk")) as ballast:
+        with self._log_refuses(job, trainer, "No space left", lambda: _fill(self._folder / "disk")) as ballast:
             self._see(self._run("doctor", job.uri, status=1).output)
             self._operator(f"rm {ballast}")
             ballast.unlink()

@@ -282,6 +282,20 @@ def test_the_reason_is_kept_while_the_log_takes_nothing(
     assert said[-1] == "the log accepts frames again"
 
 
+def test_each_reason_of_an_outage_is_logged_once(
+    script: Script, ring: FrameRing, caplog: pytest.LogCaptureFixture
+) -> None:
+    for call, number in itertools.product(("open", "send"), (1, 2)):
+        script.fail_at(call, number)
+    stream = Publisher(script.open, ring)
+    submit(stream, ring, 2)
+    until(lambda: stream.pending == 0)
+    assert stream.close(WAIT_S)
+    said = [record.getMessage() for record in caplog.records]
+    reasons = [text.rpartition(": ")[2] for text in said if "kept and will be sent again" in text]
+    assert reasons == ["open 1 fails by script", "send 1 fails by script"]
+
+
 def test_a_log_that_says_nothing_is_named_as_one_that_takes_nothing(
     script: Script, ring: FrameRing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ the stream is over, because nothing after them could be restored.
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections import deque
@@ -29,6 +30,8 @@ from torchrec_stream_ckpt.util.signal_safe import SafeCondition, SafeEvent
 
 log = logging.getLogger(__name__)
 
+_MOST_REASONS = 10
+"""Reasons that are logged in one outage, at most."""
 IDLE_S = 5.0
 """Seconds between two looks at the log while there is nothing to send: a client may have to renew its login."""
 _POLL_S = 0.02
@@ -73,6 +76,8 @@ class Publisher:
         self._open_writer = open_writer
         self._ring = ring
         self.failure: str | None = None
+        self._logged: set[str] = set()
+        """Reasons of this outage that were logged, without their numbers."""
         """Reason why the log does not accept frames at the moment. None if it does."""
         self.lost: StreamLostError | None = None
         """Set once acknowledged frames are lost. The stream is then over, and submitted frames are dropped."""
@@ -275,7 +280,10 @@ class Publisher:
                 writer.close()
 
     def _fail(self, why: str) -> None:
-        if self.failure is None:
+        """Note that the log accepts no frames. Each reason is logged once per outage, whatever its numbers."""
+        reason = re.sub(r"[0-9]+", "", why)
+        if reason not in self._logged and len(self._logged) < _MOST_REASONS:
+            self._logged.add(reason)
             log.warning("the log accepts no frames; they are kept and will be sent again: %s", why)
         self.failure = why
 
@@ -322,6 +330,7 @@ class Publisher:
         if self.failure is not None:
             log.warning("the log accepts frames again")
             self.failure = None
+            self._logged.clear()
         with self._changed:
             self._changed.notify_all()
 
