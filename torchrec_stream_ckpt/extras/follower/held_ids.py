@@ -30,6 +30,8 @@ class HeldIds:
     """Raw ids of the newest marker that an update to it has begun for."""
     doubtful: Ids = field(default_factory=_none)
     """Rows that the sink may hold under the raw id of another marker, because updates have not ended."""
+    gone: Ids = field(default_factory=_none)
+    """Raw ids that the map has lost in updates that have not ended: the sink may still hold them."""
 
     def begin(self, table: TableSpec, changes: IdChanges | None) -> IdUpdate:
         """Begin an update to the next marker.
@@ -38,14 +40,14 @@ class HeldIds:
             table: The table.
             changes: Changes of the map; None if all rows are loaded.
         """
-        gone = _none()
         if changes is not None:
             has_row = self.map.held_rows(changes.raw_ids) >= 0
-            gone = changes.raw_ids[has_row & (changes.rows_of_ids < 0)]
+            self.gone = np.union1d(self.gone, changes.raw_ids[has_row & (changes.rows_of_ids < 0)])
             changed = changes.rows[self.map.owners_of(changes.rows) != changes.ids_of_rows]
             self.doubtful = np.union1d(self.doubtful, changed)
             self.map.apply(changes)
-        return IdUpdate(table, self.map, gone, self.doubtful)
+            self.gone = self.gone[self.map.held_rows(self.gone) < 0]
+        return IdUpdate(table, self.map, self.gone, self.doubtful)
 
 
 class IdUpdate:
