@@ -204,7 +204,7 @@ def test_the_core_knows_no_extras() -> None:
 
 VOCABULARY = {
     "format": "claim_changes control dense dense_files end_note entry_digests frame lineage proof record rows schema",
-    "util": "config durable interpreter_exit layout metrics options service types units uris version",
+    "util": "config durable interpreter_exit layout metrics options ports service types units uris",
 }
 """Modules that anyone may use, apart from ``errors``: values that logs and stores are made of, and tools that know
 nothing of ours. Only fewer from here on."""

@@ -34,6 +34,7 @@ from torchrec_stream_ckpt.extras.broker.process import ProcessId, spawn, wait_un
 from torchrec_stream_ckpt.extras.broker.runtime import KAFKA, find_java, locked
 from torchrec_stream_ckpt.extras.broker.security import ADMIN, PROTOCOLS, READER, TRAINER, Security, write_secret
 from torchrec_stream_ckpt.extras.broker.wire import OPERATIONS, Connection, Right
+from torchrec_stream_ckpt.util.ports import free_port
 
 HOST = "127.0.0.1"
 PORT_FREE_TIMEOUT_S = 5.0
@@ -355,13 +356,14 @@ def _tether(pid: int) -> list[str]:
 
 
 def _reserve(held: ExitStack, port: int) -> int:
-    """Bind a loopback port (0: any free one) until ``held`` is closed."""
+    """Bind a loopback port until ``held`` is closed. 0: one that stays free while the broker is stopped, as no outgoing
+    connection is given it."""
     probe = held.enter_context(socket.socket(socket.AF_INET, socket.SOCK_STREAM))
     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    deadline = time.monotonic() + (PORT_FREE_TIMEOUT_S if port else 0.0)
+    deadline = time.monotonic() + PORT_FREE_TIMEOUT_S
     while True:
         try:
-            probe.bind((HOST, port))
+            probe.bind((HOST, port or free_port()))
             break
         except OSError as error:
             # A broker that was just killed holds its sockets until the kernel has cleaned it up.
