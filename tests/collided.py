@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet
+import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -37,10 +40,13 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from typer.testing import CliRunner
 
-from tests.model import assemble
+from tests.model import assemble, differences
+from tests.parts import app
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.errors import SchemaMismatchError
 
 # name, rows, dim, features, steps between two evictions, raw ids
 TABLES = [("one", 16, 8, ["a", "b"], 3, 4096), ("two", 24, 8, ["c"], 4, 1000)]
@@ -248,17 +254,19 @@ def go_on(each: Job, checkpointer: StreamCheckpointer, last: int, marked: Collec
     return truths
 
 
-def train(uri: str, marked: list[int], last: int, build: dict[str, Any]) -> Truths:
-    each = job(**build)
+def train(uri: str, marked: list[int], last: int, build: dict[str, Any], make: Callable[..., Job] = job) -> Truths:
+    each = make(**build)
     with attach(each, uri, marker_every=None) as checkpointer:
         return go_on(each, checkpointer, last, marked)
 
 
-def restore(uri: str, marked: list[int], last: int, build: dict[str, Any]) -> list[Truths]:
-    """For each marker a new job that has trained otherwise: its state behind the restore, and at each later step."""
+def restore(
+    uri: str, marked: list[int], last: int, build: dict[str, Any], make: Callable[..., Job] = job
+) -> list[Truths]:
+    """For each marker a new job that has trained otherwise: its state after the restore, and at each later step."""
     found = []
     for position in range(len(marked)):
-        each = job(**build)
+        each = make(**build)
         each.step_number = 500
         for _ in range(position):
             each.step()
@@ -267,6 +275,39 @@ def restore(uri: str, marked: list[int], last: int, build: dict[str, Any]) -> li
             assert restored is not None
             state = (each.truth(), each.map_truth())
             found.append({restored.step: state, **go_on(each, checkpointer, last)})
+    return found
+
+
+def refusal(uri: str, each: Job) -> str:
+    """The error of a restore; nothing may have been written."""
+    before = each.truth(), each.map_truth()
+    with attach(each, uri) as checkpointer:
+        for call in (checkpointer.plan, checkpointer.restore):
+            with pytest.raises(SchemaMismatchError) as caught:
+                call()
+        assert differences(before[0], each.truth()) == []
+        assert differences(before[1], each.map_truth()) == []
+    return str(caught.value)
+
+
+def rows_in_files(uri: str, tables: Iterable[str], folder: Path) -> dict[str, dict[int, list[float]]]:
+    """The row of each raw id, by table, as an export and a sink of Parquet files have it alike."""
+    changes, exported = folder / "changes", folder / "exported"
+    for more in (
+        ["follow", uri, "--parquet", str(changes), "--once"],
+        ["export", uri, "--to", f"parquet://{exported}"],
+    ):
+        said = CliRunner().invoke(app, more)
+        assert said.exit_code == 0, said.output
+    (newest,) = (each for each in changes.iterdir() if each.is_dir())
+    found = {}
+    for name in tables:
+        rows = pyarrow.parquet.read_table(exported / f"{name}.parquet")
+        whole = dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "vector")), strict=True))
+        whole.pop(None, None)
+        rows = pyarrow.parquet.read_table(newest / f"{name}.parquet")
+        assert dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "weights")), strict=True)) == whole
+        found[name] = whole
     return found
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.modules.mc_modules import LFU_EvictionPolicy
 
 from tests import collided
-from tests.collided import TABLES, Net, State, Truths, attach, go_on
+from tests.collided import TABLES, Net, State, Truths
 from tests.hash_zch import FREE, Clock, trainable
 
 BUCKETS = 4
@@ -72,26 +73,13 @@ def job(clock: Clock, kind: str = "bag", optimizer: EmbOptimType = EmbOptimType.
 
 def train(uri: str, marked: list[int], last: int, build: dict[str, Any]) -> Truths:
     with trainable() as clock:
-        each = job(clock, **build)
-        with attach(each, uri, marker_every=None) as checkpointer:
-            return go_on(each, checkpointer, last, marked)
+        return collided.train(uri, marked, last, build, partial(job, clock))
 
 
 def restore(uri: str, marked: list[int], last: int, build: dict[str, Any]) -> list[Truths]:
-    """For each marker a new job that has trained otherwise: its state after the restore, and at each later step."""
-    found = []
-    for position in range(len(marked)):
-        with trainable() as clock:
-            each = job(clock, **build)
-            each.step_number = 500
-            for _ in range(position):
-                each.step()
-            with attach(each, uri, marker_every=None) as checkpointer:
-                restored = checkpointer.restore(f"1:{position + 1}")
-                assert restored is not None
-                state = (each.truth(), each.map_truth())
-                found.append({restored.step: state, **go_on(each, checkpointer, last)})
-    return found
+    """As :func:`tests.collided.restore`."""
+    with trainable() as clock:
+        return collided.restore(uri, marked, last, build, partial(job, clock))
 
 
 def evicted(truths: Truths, table: str) -> dict[int, int]:

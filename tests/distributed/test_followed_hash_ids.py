@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests import ranks
-from tests.collided import TABLES, answers, attach
+from tests.collided import TABLES, answers, attach, rows_in_files
 from tests.hash_zch import FREE, trainable
 from tests.hashed import LRU, SINGLE, evicted, job
-from tests.parts import app
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError
 
@@ -94,19 +91,7 @@ def _train(uri: str) -> dict[str, dict[int, list[float]]]:
 
 
 def test_exports_and_sinks_have_the_raw_id_of_each_row(tmp_path: Path) -> None:
-    uri, changes, exported = f"file://{tmp_path / 'log'}", tmp_path / "changes", tmp_path / "exported"
+    uri = f"file://{tmp_path / 'log'}"
     (known,) = ranks.run(1, _train, uri)
-    for more in (
-        ["follow", uri, "--parquet", str(changes), "--once"],
-        ["export", uri, "--to", f"parquet://{exported}"],
-    ):
-        said = CliRunner().invoke(app, more)
-        assert said.exit_code == 0, said.output
-    (folder,) = (each for each in changes.iterdir() if each.is_dir())
-    for name in NAMES:
-        rows = pyarrow.parquet.read_table(exported / f"{name}.parquet")
-        whole = dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "vector")), strict=True))
-        whole.pop(None, None)
-        assert whole == known[name] != {}
-        rows = pyarrow.parquet.read_table(folder / f"{name}.parquet")
-        assert dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "weights")), strict=True)) == whole
+    assert rows_in_files(uri, NAMES, tmp_path) == known
+    assert all(known.values())

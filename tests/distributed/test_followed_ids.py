@@ -8,15 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
-import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests import ranks
-from tests.collided import ENDS, TABLES, answers, attach, job
-from tests.parts import app
+from tests.collided import ENDS, TABLES, answers, attach, job, rows_in_files
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower import tables as tables_module
@@ -96,24 +93,12 @@ def test_every_marker_answers_for_raw_ids_as_the_trainer_over_fewer_ranks(tmp_pa
 
 def test_the_ends_of_int64_are_trained_followed_restored_exported_and_written_to_a_sink(tmp_path: Path) -> None:
     """-2^63 is an id like any other. 2^63-1 is TorchRec's mark of a free row: it trains one, and never gets it."""
-    uri, changes, exported = f"file://{tmp_path / 'log'}", tmp_path / "changes", tmp_path / "exported"
+    uri = f"file://{tmp_path / 'log'}"
     ranks.run(2, _train_and_follow, uri, 0, 8, True)
     ranks.run(1, _train_and_follow, uri, 8, 4, True)
-    for more in (
-        ["follow", uri, "--parquet", str(changes), "--once"],
-        ["export", uri, "--to", f"parquet://{exported}"],
-    ):
-        said = CliRunner().invoke(app, more)
-        assert said.exit_code == 0, said.output
-    (folder,) = (each for each in changes.iterdir() if each.is_dir())
-    for name in SIZES:
-        rows = pyarrow.parquet.read_table(exported / f"{name}.parquet")
-        whole = dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "vector")), strict=True))
-        whole.pop(None, None)
+    for name, whole in rows_in_files(uri, SIZES, tmp_path).items():
         assert whole.keys() >= {-(2**63), -1, 2**63 - 2}
         assert 2**63 - 1 not in whole
-        rows = pyarrow.parquet.read_table(folder / f"{name}.parquet")
-        assert dict(zip(*(rows[each].to_pylist() for each in ("raw_id", "weights")), strict=True)) == whole
         with FollowedTables(follow(uri), input_hash_sizes=SIZES) as tables:
             tables.advance()
             assert dict(zip(whole, tables.lookup(name, torch.tensor(list(whole))).tolist(), strict=True)) == whole

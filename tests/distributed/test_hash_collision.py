@@ -9,12 +9,12 @@ import pytest
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
 from tests import collided, hashed, ranks
-from tests.collided import TABLES, State, Truths, attach, go_on
+from tests.collided import TABLES, State, Truths, attach, go_on, refusal
 from tests.hash_zch import FREE, trainable
 from tests.hashed import EACH, LRU, SINGLE, evicted, job, whole
 from tests.model import differences
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.errors import SchemaMismatchError, UnsupportedError
+from torchrec_stream_ckpt.errors import UnsupportedError
 
 pytestmark = pytest.mark.distributed
 
@@ -91,22 +91,10 @@ def test_shards_are_cut_and_joined_at_the_limits_of_buckets(tmp_path: Path) -> N
 
 
 def _refused(uri: str, **build: Any) -> str:
-    """What a restore says; nothing may have been written."""
     with trainable() as clock:
         each = job(clock, **build)
         each.step()
-        return _said(uri, each)
-
-
-def _said(uri: str, each: collided.Job) -> str:
-    before = each.truth(), each.map_truth()
-    with attach(each, uri) as checkpointer:
-        for call in (checkpointer.plan, checkpointer.restore):
-            with pytest.raises(SchemaMismatchError) as caught:
-                call()
-        assert differences(before[0], each.truth()) == []
-        assert differences(before[1], each.map_truth()) == []
-    return str(caught.value)
+        return refusal(uri, each)
 
 
 def _refusals(uri: str) -> dict[str, str]:
@@ -117,7 +105,7 @@ def _refusals(uri: str) -> dict[str, str]:
         "hash size": _refused(uri, **SINGLE, sized=False),
         "buckets": _refused(uri, **SINGLE, total_num_buckets=2),
         "policy": _refused(uri),
-        "kind": _said(uri, other),
+        "kind": refusal(uri, other),
     }
 
 
