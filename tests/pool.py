@@ -61,7 +61,10 @@ class Worker:
         """Where all of its threads stand, in a job or between two, from the file that it has opened for it."""
         if self.process.pid is None or not self.process.is_alive() or not self._stack.exists():
             return ""
-        os.kill(self.process.pid, signal.SIGUSR1)
+        try:
+            os.kill(self.process.pid, signal.SIGUSR1)
+        except ProcessLookupError:  # it has ended since
+            return ""
         time.sleep(0.2)  # nothing says when it is written, and it only serves a message
         return self._stack.read_text()
 
