@@ -115,13 +115,13 @@ IN_SHORT = (
         "managed collision with LFU, LRU, DistanceLFU",
         "exact; shards that split an old one are refused",
         "not tested",
-        "raw ids; as a model: refused",
+        "raw ids, model",
     ),
     (
         "hash ZCH (MPZCH) with TTL, LRU or no eviction",
         "exact, where a stand-in of the tests trains it; shards with other buckets are refused",
         "not tested",
-        "raw ids; as a model: refused",
+        "raw ids, model",
     ),
     (
         "fp32, fp16 or bf16 weights",

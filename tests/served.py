@@ -2,13 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import nn
 from torch.ao.quantization import PlaceholderObserver, QConfig
-from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig, dtype_to_data_type
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.mc_embedding_modules import (
+    BaseManagedCollisionEmbeddingCollection,
+    ManagedCollisionEmbeddingBagCollection,
+    ManagedCollisionEmbeddingCollection,
+)
+from torchrec.modules.mc_modules import (
+    LFU_EvictionPolicy,
+    ManagedCollisionCollection,
+    ManagedCollisionModule,
+    MCHManagedCollisionModule,
+)
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantBags
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantRows
+from torchrec.quant.embedding_modules import (
+    QuantManagedCollisionEmbeddingBagCollection,
+    QuantManagedCollisionEmbeddingCollection,
+    quantize_state_dict,
+)
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.zoo_models import Model, Net
@@ -21,6 +40,30 @@ WIDTHS = {
     "fp32": torch.float32,
 }
 HALF = DataType.FP16
+
+
+class Small:
+    """A generator whose bytes are small numbers, whatever dtype they are read as."""
+
+    def __init__(self, random: np.random.Generator) -> None:
+        self._random = random
+
+    def bytes(self, count: int) -> bytes:
+        # Words of 16 bits without their top exponent bits: as float16 and as float32 between -2 and 2.
+        return (self._random.integers(0, 1 << 16, -(-count // 2), np.uint16) & 0xBFFF).tobytes()[:count]
+
+
+class SmallValues:
+    """Mixin for jobs on paper: values as a trainer has them, and not any bits."""
+
+    random: Any
+
+    def put_rows(self, *args: Any) -> None:
+        kept, self.random = self.random, Small(self.random)
+        try:
+            super().put_rows(*args)  # type: ignore[misc]
+        finally:
+            self.random = kept
 
 
 def collection(kind: str, weights: dict[str, torch.Tensor]) -> nn.Module:
@@ -48,20 +91,49 @@ def collection(kind: str, weights: dict[str, torch.Tensor]) -> nn.Module:
     return made
 
 
+def collision(
+    kind: str, weights: dict[str, torch.Tensor], modules: dict[str, ManagedCollisionModule] | None = None
+) -> nn.Module:
+    """A float managed collision module with these tables; without ``modules``, over maps without a raw id."""
+    inner: Any = collection(kind, weights)
+    modules = modules or {
+        name: MCHManagedCollisionModule(len(each), torch.device("cpu"), LFU_EvictionPolicy(), 3)
+        for name, each in weights.items()
+    }
+    if kind == "ec":
+        maps = ManagedCollisionCollection(modules, inner.embedding_configs())
+        return ManagedCollisionEmbeddingCollection(inner, maps, return_remapped_features=True).eval()
+    maps = ManagedCollisionCollection(modules, inner.embedding_bag_configs())
+    return ManagedCollisionEmbeddingBagCollection(inner, maps, return_remapped_features=True).eval()
+
+
 def quantized(module: nn.Module, width: str) -> nn.Module:
     """The same collection, quantized from scratch."""
-    module.qconfig = QConfig(
+    config = QConfig(
         activation=PlaceholderObserver.with_args(dtype=torch.float),
         weight=PlaceholderObserver.with_args(dtype=WIDTHS[width]),
     )
-    return (QuantRows if isinstance(module, EmbeddingCollection) else QuantBags).from_float(module)
+    module.qconfig = config  # type: ignore[assignment]
+    if not isinstance(module, BaseManagedCollisionEmbeddingCollection):
+        return (QuantRows if isinstance(module, EmbeddingCollection) else QuantBags).from_float(module)
+    inner: Any = module._embedding_module
+    is_bag = isinstance(inner, EmbeddingBagCollection)
+    # TorchRec takes over the weights if they were quantized before.
+    inner._table_name_to_quantized_weights = {}
+    configs = inner.embedding_bag_configs() if is_bag else inner.embedding_configs()
+    types = {each.name: dtype_to_data_type(WIDTHS[width]) for each in configs}
+    quantize_state_dict(inner, inner._table_name_to_quantized_weights, types)
+    made: Any = QuantManagedCollisionEmbeddingBagCollection if is_bag else QuantManagedCollisionEmbeddingCollection
+    return made.from_float(module).eval()
 
 
 def quantize_parts(model: nn.Module, width: str) -> nn.Module:
     """Quantize all collections of a model in place; ``float``: none."""
     if width != "float":
         for name, child in list(model.named_children()):
-            if isinstance(child, EmbeddingCollection | EmbeddingBagCollection):
+            if isinstance(
+                child, EmbeddingCollection | EmbeddingBagCollection | BaseManagedCollisionEmbeddingCollection
+            ):
                 setattr(model, name, quantized(child, width))
     return model
 

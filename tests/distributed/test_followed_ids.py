@@ -16,7 +16,7 @@ from tests import ranks
 from tests.collided import ENDS, TABLES, answers, attach, job, rows_in_files
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
-from torchrec_stream_ckpt.extras.follower import tables as tables_module
+from torchrec_stream_ckpt.extras.follower import followed_maps
 
 pytestmark = pytest.mark.distributed
 
@@ -45,9 +45,9 @@ def _train_and_follow(uri: str, begin: int, steps: int, ends: bool = False) -> i
     each = job(policy="lru", weighted=True) if ends else job()
     each.ends = ends
     tables = FollowedTables(follow(uri), input_hash_sizes=SIZES) if dist.get_rank() == 0 else None
-    read_id_maps = tables_module.read_id_maps
+    read_id_maps = followed_maps.read_id_maps
     whole = Mock(wraps=read_id_maps)
-    tables_module.read_id_maps = whole
+    followed_maps.read_id_maps = whole
     answered: set[str] = set()
     ended, lost = threading.Event(), 0
     pool, reader = ThreadPoolExecutor(1), None
@@ -70,7 +70,7 @@ def _train_and_follow(uri: str, begin: int, steps: int, ends: bool = False) -> i
                     reader = reader or pool.submit(_hammer, tables, ended)
     finally:
         ended.set()
-        tables_module.read_id_maps = read_id_maps
+        followed_maps.read_id_maps = read_id_maps
     if tables is not None:
         assert whole.call_count == 1  # the load; from there on the stream says what changes
         assert reader is not None

@@ -83,6 +83,7 @@ WITH_TORCH = (
     "capture/",
     "checkpointer.py",
     "dense/",
+    "extras/follower/followed_maps.py",
     "extras/follower/model.py",
     "extras/follower/replica.py",
     "extras/follower/tables.py",

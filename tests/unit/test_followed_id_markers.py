@@ -17,7 +17,7 @@ from tests.parts import Policy
 from tests.stores import fold
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.extras.follower import tables as tables_module
+from torchrec_stream_ckpt.extras.follower import followed_maps
 from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -54,7 +54,7 @@ def test_every_marker_has_its_raw_ids_and_only_loads_read_whole_maps(tmp_path: P
     read = 0
     with (
         FollowedTables(follow(f"file://{job.root}", scratch=tmp_path), input_hash_sizes=SIZES) as tables,
-        patch.object(tables_module, "read_id_maps", wraps=tables_module.read_id_maps) as whole,
+        patch.object(followed_maps, "read_id_maps", wraps=followed_maps.read_id_maps) as whole,
     ):
         for number in range(16):
             kinds += [each.kind for each in tables.advance()]

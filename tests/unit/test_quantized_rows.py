@@ -15,15 +15,13 @@ from torch import nn
 from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.fused_embedding_modules import FusedEmbeddingBagCollection
-from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCollection
-from torchrec.modules.mc_modules import ManagedCollisionCollection
 
 from tests import builders
 from tests.builders import JOB
 from tests.evolved import EvolvingJob
 from tests.followers import lose_frames, wait_for
 from tests.parts import Policy, UpdateKind
-from tests.served import WIDTHS, all_rows, bits, collection, quantized
+from tests.served import WIDTHS, SmallValues, all_rows, bits, collection, quantized
 from tests.stores import fold
 from torchrec_stream_ckpt import FollowedModel, follow
 from torchrec_stream_ckpt.errors import (
@@ -52,26 +50,8 @@ SCHEMA = Schema(
 STEPS = Policy(rebase=0, compact="none")
 
 
-class Trained(EvolvingJob):
-    """Values as a trainer has them, and not any bits."""
-
-    def put_rows(self, stream: object, shard: object, ids: np.ndarray) -> None:
-        kept, self.random = self.random, _Small(self.random)  # type: ignore[assignment]
-        try:
-            super().put_rows(stream, shard, ids)  # type: ignore[arg-type]
-        finally:
-            self.random = kept
-
-
-class _Small:
-    """A generator whose bytes are small numbers, whatever dtype they are read as."""
-
-    def __init__(self, random: np.random.Generator) -> None:
-        self._random = random
-
-    def bytes(self, count: int) -> bytes:
-        # Words of 16 bits without their top exponent bits: as float16 and as float32 between -2 and 2.
-        return (self._random.integers(0, 1 << 16, -(-count // 2), np.uint16) & 0xBFFF).tobytes()[:count]
+class Trained(SmallValues, EvolvingJob):
+    """A trainer's values."""
 
 
 @pytest.fixture
@@ -284,12 +264,6 @@ def bags(**more: object) -> EmbeddingBagCollection:
 def _cases() -> Iterator[tuple[str, nn.Module, str]]:
     scripted = torch.jit.script(nn.Linear(2, 2))
     yield "scripted", nn.ModuleDict({"a": scripted}), "it is scripted.*module=a"
-    collision = ManagedCollisionEmbeddingBagCollection.__new__(ManagedCollisionEmbeddingBagCollection)
-    nn.Module.__init__(collision)
-    yield "collision", nn.ModuleDict({"mc": collision}), "by raw id.*module=mc"
-    ids = ManagedCollisionCollection.__new__(ManagedCollisionCollection)
-    nn.Module.__init__(ids)
-    yield "map", nn.ModuleDict({"mc": ids}), "by raw id"
     kernel = quantized(bags(), "int8")._emb_modules[0]  # type: ignore[union-attr, index, operator]
     yield "kernel", nn.ModuleDict({"tbe": kernel}), "the layout of its tables is not known.*module=tbe"
     fused = FusedEmbeddingBagCollection(
@@ -323,7 +297,6 @@ def _cases() -> Iterator[tuple[str, nn.Module, str]]:
 
 REFUSED = {
     "scripted": "a scripted module",
-    "collision": "a managed collision module",
     "kernel": "a bare kernel of FBGEMM",
     "fused": "FusedEmbeddingBagCollection",
     "compiled": "a compiled module",

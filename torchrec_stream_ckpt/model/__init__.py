@@ -84,10 +84,12 @@ of ``IntNBitTableBatchedEmbeddingBagsCodegen``:
 of a managed collision collection and its wrapper:
 ``_managed_collision_collection``, ``_env``           1.0    the collection inside; its ranks
 ``_managed_collision_modules``                        1.0    one id map a table
+``need_preprocess``                                   1.2    (inference) whether the trainer's shards hash raw ids
 of ``MCHManagedCollisionModule``:
 ``_mch_sorted_raw_ids``,                              1.0    raw ids and their rows
 ``_mch_remapped_ids_mapping``, ``_mch_metadata``
 ``_output_global_offset``, ``_zch_size``              1.0    which rows those are
+``_input_hash_func``, ``remap``                       1.0    (inference) whether it hashes raw ids; its lookup
 ``_eviction_policy``, ``_eviction_interval``          1.0    what it keeps of an id, and when it evicts
 ``_current_iter``, ``_current_iter_tensor``,          1.0    counters; the first and the last two are in no state_dict
 ``_last_eviction_iter``, ``_evicted``
@@ -105,6 +107,7 @@ of ``HashZchManagedCollisionModule``:
 ``get_reserved_slots_per_bucket``
 ``evict``, ``_evicted_indices``                       1.9    rows whose reset is due
 ``_is_inference``                                     1.9    whether it trains
+``is_sharded``, ``remap``                             1.9    (inference) whether it has all rows; its lookup
 of its ``TrainInputMapper``:
 ``_inference_dispatch_div_train_world_size``          1.9    whether it keeps raw ids, or quotients
 of ``torch.ops.fbgemm``:

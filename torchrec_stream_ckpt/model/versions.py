@@ -233,6 +233,23 @@ INFERENCE_KERNEL = HookPoints(
         "weight_initialized",
     ),
 )
+INFERENCE_COLLISION = HookPoints("managed collision collection", ("_managed_collision_modules", "need_preprocess"))
+INFERENCE_ID_MAP = HookPoints(
+    "id map",
+    (
+        "_input_hash_func",
+        "_mch_remapped_ids_mapping",
+        "_mch_sorted_raw_ids",
+        "_output_global_offset",
+        "_zch_size",
+    ),
+    used_inside=("_mch_remapped_ids_mapping", "_mch_sorted_raw_ids", "remap"),
+)
+INFERENCE_HASH_MAP = HookPoints(
+    "hash ZCH module",
+    ("_disable_fallback", "_hash_zch_identities", "_output_global_offset_tensor", "is_sharded"),
+    used_inside=("_hash_zch_identities", "remap"),
+)
 HOOK_POINTS = (
     MODEL,
     DMP,
@@ -267,4 +284,7 @@ HOOK_POINTS = (
     REPLICATED,
     QUANTIZED_COLLECTION,
     INFERENCE_KERNEL,
+    INFERENCE_COLLISION,
+    INFERENCE_ID_MAP,
+    INFERENCE_HASH_MAP,
 )

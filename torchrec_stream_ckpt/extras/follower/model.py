@@ -14,6 +14,7 @@ import torch
 
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.core import Follower
+from torchrec_stream_ckpt.extras.follower.followed_maps import FollowedMaps
 from torchrec_stream_ckpt.extras.follower.replica import Comparisons, Replica, read_rows
 from torchrec_stream_ckpt.extras.follower.unproved_blocks import proof_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
@@ -63,11 +64,13 @@ class FollowedModel(Replica):
     """An inference module at the newest marker of a job. A forward sees the rows and the dense part of one marker.
 
     Tables of ``torchrec.quant`` are at each marker, bit for bit, as if that marker were exported and quantized from
-    scratch. Call :meth:`advance` at a suitable point, or :meth:`start` a thread.
+    scratch. Managed collision modules give each raw id the row that the trainer looks up at that marker. Call
+    :meth:`advance` at a suitable point, or :meth:`start` a thread.
 
     Args:
         module: Unsharded; its embedding collections are float ones, or ``EmbeddingBagCollection`` and
-            ``EmbeddingCollection`` of ``torchrec.quant``. Its values do not matter: the first update replaces all.
+            ``EmbeddingCollection`` of ``torchrec.quant``, with or without managed collision. Its values do not matter:
+            the first update replaces all.
         follower: Source of the updates, in ``markers`` mode; :meth:`close` closes it.
         prefix: Path of ``module`` in the trainer's model, if it is a part of it.
         accept_unproved: Serve rows even if they differ from their marker's proof. They are named and counted.
@@ -95,6 +98,12 @@ class FollowedModel(Replica):
         """Float tables."""
         self._whole: dict[str, WholeRows] = {}
         """Quantized tables of the job."""
+        self._served_maps = {f"{self._prefix}{key}": each for key, each in parts.maps.items()}
+        """Id maps in the module, by ``TableSpec.name``."""
+        sizes = {name: each.input_hash_size for name, each in self._served_maps.items()}
+        self._maps = FollowedMaps(follower, sizes)
+        self._new_maps: list[Callable[[], None]] = []
+        """Put the id maps of the update that is being applied into the module."""
         self._followed: dict[str, TableSpec] = {}
         """Tables of the job; others are data parallel, and so in the dense state."""
         self._state: DenseTensors | None = None
@@ -122,6 +131,11 @@ class FollowedModel(Replica):
         named = {table.name: table for _, table in update.schema.live if self._follower.wants(table)}
         self._check_tables(named)
         self._state = None
+        self._maps.prepare(update)
+        self._new_maps = [
+            self._served_maps[name].changed(rows, raw_ids, partial(self._rows_of, name))
+            for name, rows, raw_ids in self._maps.changed()
+        ]
         replicated = self._tables.keys() - named.keys()
         if self._dense or replicated:
             state = read_dense(update.dense(), without_maps=True)
@@ -136,7 +150,17 @@ class FollowedModel(Replica):
                 if name not in self._planes
             }
 
+    def _rows_of(self, table: str, raw_ids: Ids) -> Ids:
+        """Return the row that the trainer looks up for each raw id; raises ConfigError as a lookup."""
+        return self._maps[table].rows_of(raw_ids)
+
     def _check_tables(self, named: dict[str, TableSpec]) -> None:
+        if unmapped := sorted(self._served_maps.keys() - named.keys()):
+            raise SchemaMismatchError(
+                "the module looks this table up by raw id, but the followed tables lack it",
+                hint="build the module with the trainer's tables, and follow all of them",
+                table=unmapped[0],
+            )
         unknown = sorted(named.keys() - self._tables.keys())
         if unknown:
             raise SchemaMismatchError(
@@ -205,6 +229,10 @@ class FollowedModel(Replica):
         return super()._compared(update)
 
     def _settle(self, update: Update, compared: Comparisons) -> None:
+        self._maps.settle(update)
+        for put in self._new_maps:
+            put()
+        self._new_maps = []
         if self._state is not None:
             for key, target in self._dense.items():
                 target.copy_(self._state.model[key])

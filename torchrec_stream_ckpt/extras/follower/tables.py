@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,18 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from torchrec_stream_ckpt.errors import (
-    ConfigError,
-    CorruptionError,
-    ReplicaNotReadyError,
-    SchemaMismatchError,
-    UnsupportedError,
-)
+from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.core import Follower
+from torchrec_stream_ckpt.extras.follower.followed_maps import FollowedMaps
 from torchrec_stream_ckpt.extras.follower.replica import INTERRUPTED, Comparisons, Replica, read_rows
-from torchrec_stream_ckpt.extras.follower.updates import Changed, ChangedIds, Update
+from torchrec_stream_ckpt.extras.follower.updates import Changed, Update
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors, read_dense
-from torchrec_stream_ckpt.extras.interchange.id_map import IdChanges, RawIdMap, read_id_maps
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.format.rows import NO_ID, Array
 from torchrec_stream_ckpt.format.schema import Schema
@@ -114,15 +108,7 @@ class FollowedTables(Replica):
             if not 0 <= size < 2**63:
                 raise ConfigError(f"input_hash_size {size} is not within [0, 2**63)", table=name)
         super().__init__(follower, accept_unproved=accept_unproved)
-        self._input_hash_sizes = dict(input_hash_sizes or {})
-        self._maps: dict[str, RawIdMap] = {}
-        """Id maps of the applied marker."""
-        self._next_maps: dict[str, RawIdMap] = {}
-        """Id maps of the update that is being applied, without its id events."""
-        self._id_changes: dict[str, IdChanges] = {}
-        """Id events of the update that is being applied."""
-        self._map_seqs: dict[int, int] = {}
-        """Last frame of id events that the applied maps have, by rank, since they were read."""
+        self._maps = FollowedMaps(follower, input_hash_sizes or {})
         self._into = dict(into) if into is not None else None
         self._shard = shard
         self._device = torch.device(device)
@@ -176,7 +162,7 @@ class FollowedTables(Replica):
                 row, and it is not known which one TorchRec looks up (in ``rows`` mode it never is).
             ReplicaNotReadyError: as :meth:`reading`.
         """
-        if table not in self._input_hash_sizes:
+        if table not in self._maps:
             raise ConfigError(
                 "the raw ids of this table are not followed",
                 hint="name it in input_hash_sizes; without managed collision, index reading().tables by row",
@@ -222,60 +208,10 @@ class FollowedTables(Replica):
 
     def _prepare(self, update: Update) -> None:
         self._others = self._others_for(update.schema)
-        if self._input_hash_sizes:
-            self._next_maps = self._maps_for(update)
-
-    def _maps_for(self, update: Update) -> dict[str, RawIdMap]:
-        """Return the id maps of an update's marker, or those that the stream changes (``_id_changes``).
-
-        Raises:
-            UnsupportedError: (``rows`` mode) the stream does not say how the maps change.
-            CorruptionError: its id events contradict the maps. The next update loads a marker.
-            ConfigError, SchemaMismatchError, CorruptionError, StoreUnavailableError: as :func:`read_id_maps` and
-                :meth:`Update.dense`.
-        """
-        if self._follower.mode == "rows" and not self._follower.gets_id_events(update.commit):
-            raise UnsupportedError(
-                f"generation {update.marker.generation} does not record between markers which raw id has which row",
-                hint="follow with mode='markers', or restart the trainer with this version",
-                marker=update.marker,
-            )
-        self._id_changes = {}
-        if update.ids is not None:
-            self._id_changes = self._planned(update.ids)
-            return self._maps
-        followed = {table.name for _, table in update.schema.live if self._follower.wants(table)}
-        unknown = sorted(self._input_hash_sizes.keys() - followed)
-        if unknown:
-            raise SchemaMismatchError(
-                f"input_hash_sizes names this table, but {', '.join(sorted(followed)) or 'no table'} is followed",
-                hint="name tables as TableSpec.name does",
-                table=unknown[0],
-            )
-        return read_id_maps(update.dense(), self._input_hash_sizes, len(update.commit.ranks))
-
-    def _planned(self, changes: Sequence[ChangedIds]) -> dict[str, IdChanges]:
-        """Return the effect of id events by table, without those that the maps have from an update that is handed out
-        again."""
-        new = [each for each in changes if each.seq > self._map_seqs.get(each.rank, -1)]
-        try:
-            return {
-                name: held.after([(each.rank, each.events) for each in new if each.table.name == name], name)
-                for name, held in self._maps.items()
-            }
-        except CorruptionError as error:
-            self._follower.load_anew(f"id events contradict the id map: {error.headline}")
-            raise
+        self._maps.prepare(update)
 
     def _settle(self, update: Update, compared: Comparisons) -> None:
-        self._maps = self._next_maps
-        for name, changes in self._id_changes.items():
-            self._maps[name].apply(changes)
-        self._id_changes = {}
-        if update.ids is None:
-            self._map_seqs.clear()
-        for each in update.ids or ():
-            self._map_seqs[each.rank] = max(each.seq, self._map_seqs.get(each.rank, -1))
+        self._maps.settle(update)
         super()._settle(update, compared)
 
     def _apply(self, update: Update) -> None:

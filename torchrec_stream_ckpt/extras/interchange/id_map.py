@@ -134,6 +134,11 @@ class RawIdMap:
         self._free: list[Ids | None] = [part[raw_ids == NO_ID] for raw_ids, part in shards]
         """Rows of each shard that were free at first. TorchRec keeps their order. None if rows have become free."""
 
+    @property
+    def rows(self) -> int:
+        """Rows of the table."""
+        return len(self._owners)
+
     def rows_of(self, raw_ids: Ids) -> Ids:
         """Return the row of each raw id. An unknown one has the last row of the shard that it is sent to.
 
@@ -337,7 +342,7 @@ def _read_maps(folder: Path, tables: Iterable[str] | None = None) -> dict[str, _
         if table not in starts:
             raise SchemaMismatchError(
                 f"the marker has no id map of this table, only of {', '.join(sorted(starts)) or 'no table'}",
-                hint="name only tables with managed collision in input_hash_sizes; other rows are known by number",
+                hint="look up by raw id only in tables with managed collision; rows of others are known by number",
                 table=table,
             )
         fields = _HASH_FIELDS if table in hashed else _FIELDS
