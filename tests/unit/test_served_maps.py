@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -210,8 +212,6 @@ def test_each_forward_is_of_one_marker_while_raw_ids_are_evicted_and_given_again
     stop = threading.Event()
     with FollowedModel(build("ebc", "int8"), follow(f"file://{job.root}", scratch=tmp_path)) as model:
         model.advance()
-        with model.reading() as served:
-            look_up(served.module, probes)  # TorchRec notes the order of features in the first forward
         model.start()
 
         def read() -> None:
@@ -236,6 +236,38 @@ def test_each_forward_is_of_one_marker_while_raw_ids_are_evicted_and_given_again
     }
     assert len({found["rows"] for found in expected.values()}) > 3
     assert all(found == expected[marker] for marker, found in seen)
+
+
+@pytest.mark.parametrize("width", ["float", "int8"])
+def test_threads_may_make_the_first_forward_together(tmp_path: Path, width: str) -> None:
+    """TorchRec appends the order of the features to a list in it. Here threads wait for each other before that."""
+    job, probes = made(tmp_path / "log"), list(range(100, 160))
+    job.begin()
+    job.churn(40)
+    marker = job.commit().id
+    together = threading.Barrier(3)
+
+    class Slow(list[str]):
+        def __iter__(self) -> Iterator[str]:
+            for each in super().__iter__():
+                with contextlib.suppress(threading.BrokenBarrierError):
+                    together.wait(0.2)
+                yield each
+
+    module: Any = build("ebc", width)
+    maps = module["mc"]._managed_collision_collection
+    maps._feature_names = Slow(maps._feature_names)
+    with FollowedModel(module, follow(f"file://{job.root}", scratch=tmp_path)) as model:
+        model.advance()
+
+        def read() -> Found:
+            with model.reading() as served:
+                return look_up(served.module, probes)
+
+        with ThreadPoolExecutor(3) as pool:
+            found = [each.result() for each in [pool.submit(read) for _ in range(3)]]
+    assert together.broken
+    assert found == [look_up(from_scratch(job, marker, "ebc", width), probes)] * 3
 
 
 def test_an_update_that_breaks_off_leaves_map_and_rows_together(

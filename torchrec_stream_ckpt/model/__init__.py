@@ -84,6 +84,7 @@ of ``IntNBitTableBatchedEmbeddingBagsCodegen``:
 of a managed collision collection and its wrapper:
 ``_managed_collision_collection``, ``_env``           1.0    the collection inside; its ranks
 ``_managed_collision_modules``                        1.0    one id map a table
+``_created_feature_order``                            1.4    (inference) whether it knows the order of features
 ``need_preprocess``                                   1.2    (inference) whether the trainer's shards hash raw ids
 of ``MCHManagedCollisionModule``:
 ``_mch_sorted_raw_ids``,                              1.0    raw ids and their rows

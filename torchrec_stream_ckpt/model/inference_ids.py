@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -154,6 +156,21 @@ class _HashMap(ServedMap):
         }
 
 
+def _guard_first_forward(collection: ManagedCollisionCollection) -> None:
+    """Let threads make the first forward of a collection one after the other.
+
+    TorchRec appends the order of the features to a list in it, without a lock: two threads would append it twice, and
+    all later forwards fail or mix features up.
+    """
+    first = threading.Lock()
+
+    def forward(real: Callable[..., Any], *args: Any, **more: Any) -> Any:
+        with contextlib.nullcontext() if collection._created_feature_order[0] else first:
+            return real(*args, **more)
+
+    wrap(collection, "forward", forward)
+
+
 def served_maps(path: str, collection: ManagedCollisionCollection) -> Iterator[tuple[str, ServedMap]]:
     """Yield the tables of a managed collision collection, with their id maps.
 
@@ -172,6 +189,7 @@ def served_maps(path: str, collection: ManagedCollisionCollection) -> Iterator[t
         if (why := _why_not(collection, module)) is not None:
             raise refused(where, module, *why)
         yield table, make(module)
+    _guard_first_forward(collection)
 
 
 _KINDS: dict[type, tuple[HookPoints, Callable[[Any], ServedMap]]] = {

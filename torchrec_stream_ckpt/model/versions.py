@@ -233,7 +233,11 @@ INFERENCE_KERNEL = HookPoints(
         "weight_initialized",
     ),
 )
-INFERENCE_COLLISION = HookPoints("managed collision collection", ("_managed_collision_modules", "need_preprocess"))
+INFERENCE_COLLISION = HookPoints(
+    "managed collision collection",
+    ("_created_feature_order", "_managed_collision_modules", "need_preprocess"),
+    used_inside=("_created_feature_order",),
+)
 INFERENCE_ID_MAP = HookPoints(
     "id map",
     (
