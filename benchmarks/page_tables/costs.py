@@ -66,10 +66,6 @@ def _short(row: dict[str, Any]) -> str:
     return NUMBER.sub(lambda found: f"{float(found[0]):.2f}", until_sent(row)).replace(" to ", "-")
 
 
-def while_it_trains(row: dict[str, Any]) -> str:
-    return ranged([row[f"ratio_{each}"] for each in ("median", "min", "max")])
-
-
 def short(page: Path) -> Table:
     """The usual questions, each with a link into the page."""
     one, two, gpu = (newest("step_time", each) for each in (JOBS["thesis, 1 rank"], JOBS["thesis, 2 ranks"], GPU))
@@ -115,7 +111,7 @@ def _worst(rows: dict[str, Any]) -> str:
 
 def all_steps(page: Path) -> Table:
     """Every job, also one that is not filed."""
-    head = ["job, variant", "until all is sent", "while it trains", "cpu", "cpu, all threads"]
+    head = ["job, variant", "until all is sent", "cpu", "cpu, all threads"]
     found = [[*head, "MB a step", "goal", "", "result"]]
     for job, variant in JOBS.items():
         if not is_filed("step_time", variant):
@@ -135,7 +131,7 @@ def all_steps(page: Path) -> Table:
                 said += f": {row['markers']} marker{'s' * (row['markers'] != 1)} in {row['steps']} steps"
             threads = [row.get(f"all_cpu_ratio_{each}") for each in ("median", "min", "max")]
             of_all = "-" if threads[0] is None else ranged(threads)
-            cells = [f"{job}, {said}", until_sent(row), while_it_trains(row), f"{row['cpu_ratio_median']:.3f}", of_all]
+            cells = [f"{job}, {said}", until_sent(row), f"{row['cpu_ratio_median']:.3f}", of_all]
             found.append([*cells, three(row["megabytes_a_step"]), *verdict, result.link(page, result.date)])
     return found
 

@@ -157,7 +157,7 @@ def test_a_restore_in_words() -> None:
             taken_by("store", 1),
             size,
         ],
-        r"On two ranks of two cores it takes (\d+) and (\d+)\. Where": [taken_by("log", 2), taken_by("store", 2)],
+        r"On two ranks of two cores it takes (\d+) and (\d+)\.": [taken_by("log", 2), taken_by("store", 2)],
         r"from a cold log takes (\d+) ms instead of (\d+)": [taken_by("log", 1, ", cold"), taken_by("log", 1)],
     }
     check_sentences("docs/performance.md", said)
@@ -325,7 +325,7 @@ def test_cost_of_the_dense_digest_and_of_its_balance() -> None:
         r"take ([\d.]+) ms of CPU time in one tensor \(([\d.]+) to ([\d.]+)\)": one,
         r"and ([\d.]+) ms\s+in a hundred \(([\d.]+) to ([\d.]+)\)": many,
     }
-    check_sentences("docs/guarantees.md", said)
+    check_sentences("benchmarks/marker/README.md", said)
     balance = newest("dense", "balance")
     share = balance.facts["balance, 100 MB, 4 ranks: busiest rank over the mean"]["one large"]["as dealt"]
     two, four = (
@@ -340,3 +340,45 @@ def test_cost_of_the_dense_digest_and_of_its_balance() -> None:
         r"on two ranks ([\d.]+) and ([\d.]+) with the same balance": two,
     }
     check_sentences("benchmarks/dense/README.md", wanted)
+
+
+def test_what_the_performance_page_takes_from_tables_of_the_cases() -> None:
+    age = {goal["what"]: float(goal["found"].split()[0]) for goal in newest("age").found["goals"]}
+    pause = {name.removesuffix(": of all rounds, ms"): row for name, row in newest("freshness", "pause").facts.items()}
+    waits = {name: row for name, row in pause.items() if name.startswith(("one core, ", "two cores, "))}
+    speed, commit, throttle = (newest("bucket", part) for part in ("speed", "commit", "throttle"))
+    delays = (0, 5, 30, 100)
+    worst, until = (throttle.point(f"throttle: {each}") for each in ("step(), worst", "until a marker is committed"))
+    ways = ("plain", "503", "silence")
+    bounds = [newest("overhead", variant).found["goals"][0]["found"] for variant in ("", "2-ranks")]
+    said: dict[str, Iterable[float]] = {
+        r"an attach takes ([\d.]+) s longer than on a young log, a commit ([\d.]+) ms, and rank 0 holds ([\d.]+) MB": [
+            age[f"{what}, more than {young}"]
+            for what, young in (("attach", "a young log's"), ("commit", "a young log's"), ("rank 0", "at a young log"))
+        ],
+        r"`list --newest 20` takes ([\d.]+) s": [age["list --newest 20"]],
+        r"waits at worst ([\d.]+) ms on one core and ([\d.]+) on two; .* ([\d.]+) and ([\d.]+) ms\. The median": [
+            waits[f"{cores}, {how}, large"]["worst"]
+            for how in ("whole", "in slices")
+            for cores in ("one core", "two cores")
+        ],
+        r"The median is ([\d.]+) ms at most": [max(row["p50"] for row in waits.values())],
+        r"a stream has (\d+), (\d+), (\d+) and (\d+)% of .*, a restore (\d+), (\d+), (\d+) and (\d+)%": [
+            100 * speed.point(f"{what}, {delay} ms").ratios("raw", "ours")[0]
+            for what in ("stream", "restore")
+            for delay in delays
+        ],
+        r"a commit takes (\d+), (\d+), (\d+) and (\d+) ms: three": [
+            commit.point(f"commit, {delay} ms").median("commit") for delay in delays
+        ],
+        r"takes at worst ([\d.]+) ms without a fault, ([\d.]+) while .* and ([\d.]+) while": [
+            worst.median(way) for way in ways
+        ],
+        r"commit after ([\d.]+) and ([\d.]+) s instead of ([\d.]*\d)": [
+            until.median(way) / 1e3 for way in (*ways[1:], ways[0])
+        ],
+        r"took ([\d.]+)% of the time on one rank and ([\d.]+)% on two": [float(each.rstrip(" %")) for each in bounds],
+    }
+    check_sentences("docs/performance.md", said)
+    turns = [commit.facts[f"commit, {delay} ms: requests in turn"]["median"] for delay in delays]
+    assert turns == [3] * len(delays)

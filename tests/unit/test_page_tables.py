@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,25 @@ def test_a_goal_that_no_row_has_is_told_and_one_without_a_figure_is_named(
     filed("memory", "2026-01-02_a-box", rows | {"goals": [*rows["goals"], goal("new: peak", met=False)]})
     with pytest.raises(NotFiledError, match="no row has the goal 'new: peak'"):
         goals.table(PAGE)
+
+
+def test_goals_that_a_table_only_counts_are_counted_with_the_missed_ones(
+    filed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def made(rows: goals.Rows) -> Iterator[list[str]]:
+        yield rows.row("a", "first", "2 MB")
+        yield from rows.more("others")
+
+    monkeypatch.setattr(goals, "CASES", {"memory": made})
+    filed_goals = [goal("a"), goal("b"), goal("c", met=False), goal("d", met=False), goal("e", None)]
+    filed("memory", "2026-01-01_a-box", {"points": {"peak": point("MB", ours=2)}, "goals": filed_goals})
+    found = [(row[0], row[3], row[4]) for row in goals.table(PAGE)[1:]]
+    assert found[1:] == [
+        ("memory, 3 more: others", "1 reached, **2 missed**", "-"),
+        ("memory, e", "-", "not measured"),
+    ]
+    filed("memory", "2026-01-02_a-box", {"points": {"peak": point("MB", ours=2)}, "goals": [goal("a")]})
+    assert len(goals.table(PAGE)) == 2
 
 
 def test_a_row_that_says_something_else_than_its_goal_is_told(filed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
