@@ -138,12 +138,12 @@ def report(board: Board) -> str:
     return f"""# Chaos
 
 The output of `make chaos`: {total.fired} faults fired, and {total.compared} markers were compared: {total.lost} lost,
-{total.wrong} wrong. Faults that differ only in the fail point or the log share a row; its remark has the range.
-[chaos.json](chaos.json) has them one by one.
+{total.wrong} wrong. Faults that differ only in the fail point or the log share a row; [chaos.json](chaos.json) has each,
+with its whole remark.
 
-Real jobs of one to three gloo ranks train with DCP for the dense state, on the file log and on a real broker. Before
-each step the job saves a copy of its whole state; each restored state is compared with it, bit for bit. Hosts that are
-cut off, or lose power, are network namespaces on one machine, with three brokers.
+Real jobs of one to three gloo ranks train with DCP for the dense state, on the file log and on a real broker. Each
+restored state is compared, bit for bit, with a copy that the job saved before the step. Hosts that are cut off, or lose
+power, are network namespaces on one machine, with three brokers.
 
 - *fired*: injected faults with evidence that they happened. A row with less than it injected shows both, and fails.
 - *compared*: markers that were restored after the fault and equal the copy; for the power loss, markers that were read

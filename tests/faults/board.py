@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import compress
 from pathlib import Path
 
@@ -133,12 +133,14 @@ class Board:
     def markdown(self) -> str:
         """The table of a page. Faults that are well and differ only in their fail point or log share a row.
 
-        The columns of lost and wrong ones are omitted if they hold nothing but zeros.
+        A long remark ends at its first colon; ``save`` keeps all of it. The columns of lost and wrong ones are omitted if they hold nothing but zeros.
         """
         groups: dict[str, list[Row]] = {}
         for row in self.rows.values():
             alone = row.verdict() or row.not_run
             groups.setdefault(row.fault if alone else _LOG.sub("", _POINT.sub(_HOLE, row.fault)), []).append(row)
+        for group in groups.values():
+            group[:] = [replace(row, remark=_short(row.remark), late=[*map(_short, row.late)]) for row in group]
         rows = [group[0] if len(group) == 1 else _merged(name, group) for name, group in groups.items()]
         total = self.total()
         kept = [name not in ("lost", "wrong") or getattr(total, name) > 0 for name in HEAD]
@@ -175,6 +177,10 @@ def _merged(name: str, rows: Sequence[Row]) -> Row:
             text = text.replace(_HOLE, _span(numbers), 1)
         spans.append(text)
     return Row(name, **_sums(rows), remark="; ".join(spans))
+
+
+def _short(remark: str) -> str:
+    return remark if len(remark) <= 120 else remark.partition(": ")[0]
 
 
 def _span(numbers: Sequence[str]) -> str:
