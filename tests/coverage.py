@@ -66,7 +66,7 @@ FOLDED = (2, 3, 4, 1, 0)
 
 INTRO = """# Coverage
 
-Can I use my model with it? The later tables list each combination, with its tests.
+Can I use my model with it? First in short, then each combination with its tests.
 """
 IN_SHORT = (
     (
@@ -152,14 +152,14 @@ IN_SHORT = (
 MORE = """\
 *Exact*: every table, optimizer state, counter of the kernels and the dense model, restored from a marker, equal those
 of the live job at the cut, bit for bit. *Refused*: by an error, with its text. *On an H100*: [one
-rank](guarantees.md#on-a-gpu). *Not run*, *not tested*: unknown. [Writes to tables outside the
-update](guarantees.md#limits-of-exactness) are not in it. `make coverage` generates this page from the tests.
+rank](guarantees.md#on-a-gpu). *Not run*, *not tested*: unknown. Not in it: [writes outside the
+update](guarantees.md#limits-of-exactness). `make coverage` generates this page from the tests.
 
 *Served*: the same test [follows](follow.md) the job on a CPU, and compares the answers at markers with the trainer's
-state, bit for bit. *Tables*: weights of `FollowedTables`. *Model*: a `FollowedModel`, its collections in float and
-quantized to int8. *Raw ids*: `lookup()` of every raw id that has a row. Refusals are in [a separate table](#refused).
+state, bit for bit: *tables* by `FollowedTables`, a *model* by `FollowedModel`, in float and in int8, *raw ids* by
+`lookup()` of each that has a row. [Refusals](#refused) are separate.
 
-A row covers every combination of the entries that semicolons separate. Commas are part of one entry.
+A row covers every combination of the entries that semicolons separate.
 """
 HEADINGS = {
     "exact": ("Exact", "shown by"),
@@ -172,7 +172,7 @@ HEADINGS = {
 SHARDERS = """
 ## Sharders of TorchRec
 
-All classes of sharders in the installed TorchRec. *Exact* holds for the kernels and plans above.
+All sharders of the installed TorchRec; *exact* for the kernels and plans above.
 
 | sharder | its modules are | test |
 |---|---|---|
