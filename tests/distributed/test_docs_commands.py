@@ -41,7 +41,6 @@ NOT_RUN = {
     r"^stream-ckpt gc .*--give-up \d": "markers that are lost: tests/unit/test_giving_up.py",
     r"^stream-ckpt relay ": "a job of two tiers: tests/unit/test_tiers.py",
     r"^stream-ckpt (materialize OUTER|trim INNER) ": "the same: tests/kafka/test_kafka_tiers_joined.py",
-    r"^python benchmarks/|^make bench": "measures, for minutes to hours",
     r"^python -m torchrec_stream_ckpt\.recipes\.files": "tests/unit/test_recipe_data.py, on each format of text",
     r"^stream-ckpt evolve-plan ": "tests/unit/test_cli_evolve.py, on models that fit",
     r"^stream-ckpt import ": "tests/distributed/test_migration_doc.py runs it on a checkpoint that fits",

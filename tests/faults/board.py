@@ -133,7 +133,8 @@ class Board:
     def markdown(self) -> str:
         """The table of a page. Faults that are well and differ only in their fail point or log share a row.
 
-        A long remark ends at its first colon; ``save`` keeps all of it. The columns of lost and wrong ones are omitted if they hold nothing but zeros.
+        A long remark ends at its first colon; ``save`` keeps all of it. The columns of lost and wrong ones are
+        omitted if they hold nothing but zeros.
         """
         groups: dict[str, list[Row]] = {}
         for row in self.rows.values():
