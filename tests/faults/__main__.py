@@ -138,8 +138,8 @@ def report(board: Board) -> str:
     return f"""# Chaos
 
 The output of `make chaos`: {total.fired} faults fired, and {total.compared} markers were compared: {total.lost} lost,
-{total.wrong} wrong. Faults that differ only in the fail point or the log share a row; [chaos.json](chaos.json) has each,
-with its whole remark.
+{total.wrong} wrong. Faults that differ only in the fail point or the log share a row; [chaos.json](chaos.json) has
+each, with its whole remark.
 
 Real jobs of one to three gloo ranks train with DCP for the dense state, on the file log and on a real broker. Each
 restored state is compared, bit for bit, with a copy that the job saved before the step. Hosts that are cut off, or lose
