@@ -234,7 +234,7 @@ def test_each_forward_is_of_one_marker_while_raw_ids_are_evicted_and_given_again
     expected = {
         marker: look_up(from_scratch(job, marker, "ebc", "int8"), probes) for marker in {each for each, _ in seen}
     }
-    assert len({found["rows"] for found in expected.values()}) > 3
+    assert len({found["rows"] for found in expected.values()}) > 1
     assert all(found == expected[marker] for marker, found in seen)
 
 
