@@ -274,7 +274,7 @@ def test_requests_of_each_use_are_those_that_the_plan_counts(
 @pytest.mark.parametrize(
     ("code", "status", "said", "hint"),
     [
-        ("AccessDenied", 403, "permission denied by the store", "permissions that docs/operations.md lists"),
+        ("AccessDenied", 403, "permission denied by the store", "permissions that docs/security.md lists"),
         ("RequestTimeTooSkewed", 403, "this machine's clock is wrong", "set the clock"),
         ("AuthorizationHeaderMalformed", 400, "the bucket is in another region", "client_kwargs.region_name"),
         ("NoSuchBucket", 404, "the bucket 'tests' does not exist", "create the bucket"),

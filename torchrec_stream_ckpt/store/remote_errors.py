@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError, StreamCkptError
 
-_RIGHTS_HINT = "grant this user the permissions that docs/operations.md lists: get, put, delete and list"
+_RIGHTS_HINT = "grant this user the permissions that docs/security.md lists: get, put, delete and list"
 _KEYS_HINT = ""  # each cloud has a different one
 _REGION_HINT = "set the bucket's region: client_kwargs.region_name in the store's options, or AWS_DEFAULT_REGION"
 _BUSY_HINT = "try again later; ask for a higher request rate, or use fewer ranks, partitions or intervals at once"
