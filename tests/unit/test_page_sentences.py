@@ -180,6 +180,12 @@ def test_what_serializing_takes() -> None:
     check_sentences("benchmarks/encode/README.md", said)
 
 
+def test_a_restart_from_either_tier() -> None:
+    taken = [newest("tiers").point(cache).median(tier) for cache in ("warm", "cold") for tier in ("inner", "outer")]
+    said = {r"takes (\d+) ms from the inner tier and (\d+) from Kafka .*, cold (\d+) and (\d+) \(260 MB": taken}
+    check_sentences("docs/tiers.md", said)
+
+
 def test_a_load_beside_a_restore() -> None:
     def shares(source: str, ranks: int, state: str = "") -> list[float]:
         point = newest("restore").point(f"{source}, on {ranks}{state}")
