@@ -367,3 +367,52 @@ def rows_of(module: Any, ids: torch.Tensor) -> torch.Tensor:
     found: torch.Tensor = module.remap(features)["f"].values()
     module.train(trains)
     return found
+
+
+Owned = dict[int, tuple[bytes, ...]]
+"""Raw id -> weights first, then optimizer states, then what its id map keeps of it."""
+
+
+def _found(module: Any) -> tuple[list[int], list[int], list[torch.Tensor]]:
+    """The raw ids of a shard, the row in which a lookup finds each, and what the map keeps of it."""
+    if hasattr(module, "_mch_sorted_raw_ids"):
+        used = module._mch_sorted_raw_ids != 2**63 - 1
+        kept = [
+            buffer[used] for name, buffer in module.named_buffers() if name in ("_mch_counts", "_mch_last_access_iter")
+        ]
+        return module._mch_sorted_raw_ids[used].tolist(), module._mch_remapped_ids_mapping[used].tolist(), kept
+    first = module._output_segments[module._start_bucket]
+    identities = module._hash_zch_identities[:, 0]
+    ids = torch.unique(identities[identities != -1])
+    looked = rows_of(module, ids)
+    here = identities[looked - first] == ids  # an id that a lookup does not find has no row
+    ids, looked = ids[here], looked[here]
+    parts = (module._hash_zch_metadata, module._hash_zch_runtime_meta)
+    return ids.tolist(), looked.tolist(), [part[looked - first] for part in parts if part is not None]
+
+
+def owned(each: Job) -> dict[str, Owned]:
+    """(all ranks) The dictionary, by table."""
+    state = each.truth()
+    mine: dict[str, Owned] = {}
+    for table, rows, *_ in TABLES:
+        columns = [
+            value for key, value in sorted(state.items()) if f".{table}.weight" in key and value.shape[:1] == (rows,)
+        ]
+        assert len(columns) > 1
+        ids, places, kept = _found(each.maps()[table])
+        mine[table] = {
+            raw_id: tuple(
+                value.numpy().tobytes()
+                for value in (*(column[row] for column in columns), *(part[at] for part in kept))
+            )
+            for at, (raw_id, row) in enumerate(zip(ids, places, strict=True))
+        }
+    everywhere: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, mine)
+    whole: dict[str, Owned] = {table: {} for table, *_ in TABLES}
+    for each_rank in everywhere:
+        for table, mine_there in each_rank.items():
+            assert not mine_there.keys() & whole[table].keys()
+            whole[table] |= mine_there
+    return whole

@@ -113,13 +113,13 @@ IN_SHORT = (
     ),
     (
         "managed collision with LFU, LRU, DistanceLFU",
-        "exact; shards that split an old one are refused",
+        "exact; shards that split an old one are refused, or by value if `reassigned`",
         "not tested",
         "raw ids, model",
     ),
     (
         "hash ZCH (MPZCH) with TTL, LRU or no eviction",
-        "exact, where a stand-in of the tests trains it; shards with other buckets are refused",
+        "exact, where a stand-in of the tests trains it; other buckets are refused, or by value if `reassigned`",
         "not tested",
         "raw ids, model",
     ),

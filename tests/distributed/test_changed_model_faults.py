@@ -229,6 +229,12 @@ def test_changes_that_were_made_last_are_not_made_twice(trained: tuple[Path, lis
     assert state["step"] == 2
 
 
+def test_a_table_without_an_id_map_has_no_raw_ids_to_reassign(trained: tuple[Path, list[Marks]]) -> None:
+    changes = Changes(reassigned=("part0.t0",))
+    with pytest.raises(RankFailed, match=r"reassigned: 'part0.t0': the marker has no id map"):
+        warm.run(2, once, OLD, TWO, config(trained[0]), changes)
+
+
 def test_columns_of_halves_cannot_change(tmp_path: Path) -> None:
     tables = OLD.parts[0].tables
     wide = (replace(tables[0], dim=16), *tables[1:])
@@ -251,24 +257,35 @@ def test_another_column_split_of_a_changed_table_is_refused_as_in_a_plain_restor
     assert state["model.part0.embedding_bags.t.weight"].shape == (41, 32)
 
 
-def grown_collision(uri: str) -> str:
+def grown_collision(uri: str, reassigned: tuple[str, ...]) -> str | dict[str, collision.Owned]:
     tables = list(collision.TABLES)
     collision.TABLES[0] = (*tables[0][:1], 32, *tables[0][2:])
     job = collision.job()
     with collision.attach(job, uri) as checkpointer:
         try:
-            checkpointer.restore(changes=Changes(rows={"mc._embedding_module.one": 32}))  # type: ignore[dict-item]
+            rows: Any = {"mc._embedding_module.one": 32}
+            checkpointer.restore(changes=Changes(rows=rows, reassigned=reassigned))
         except StreamCkptError as error:
             return str(error)
-    return ""
+    return collision.owned(job)
 
 
-def test_rows_of_managed_collision_cannot_change(tmp_path: Path) -> None:
+def owned_collision(uri: str) -> dict[str, collision.Owned]:
+    job = collision.job()
+    with collision.attach(job, uri) as checkpointer:
+        checkpointer.restore()
+        return collision.owned(job)
+
+
+def test_rows_of_managed_collision_change_only_if_its_raw_ids_are_reassigned(tmp_path: Path) -> None:
     uri = f"file://{tmp_path}"
     warm.run(2, collision.train, uri, [3], 3, {})
-    for said in ranks.run(2, grown_collision, uri):
+    for said in ranks.run(2, grown_collision, uri, ()):
         assert "the rows of a table with managed collision cannot change because its id map" in said
         assert "table=mc._embedding_module.one" in said
+    there = warm.run(2, owned_collision, uri)[0]
+    assert len(there["one"]) > 3
+    assert ranks.run(2, grown_collision, uri, ("mc._embedding_module.one",))[0] == there
 
 
 def renamed_collision(uri: str) -> tuple[collision.State, collision.State]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from tests import collided, hashed, ranks, warm
-from tests.collided import ENDS, TABLES, Job, answers, attach
+from tests.collided import ENDS, TABLES, Job, Owned, answers, attach, owned
 from tests.hash_zch import FREE, trainable
 from torchrec_stream_ckpt import FollowedTables, StreamCheckpointer, follow
 from torchrec_stream_ckpt.errors import ConfigError
@@ -44,9 +44,6 @@ UNSERVED = [-1, 2**63 - 1]
 
 FIRST = {"TTL, all of int64": 175}
 """The step after which a job begins, otherwise 0. After this one -1 frees rows, and raw ids get a second row."""
-
-Owned = dict[int, tuple[bytes, ...]]
-"""Raw id -> weights first, then optimizer states, then what its id map keeps of it."""
 
 
 class Seen(NamedTuple):
@@ -84,57 +81,12 @@ def _probes(case: str) -> dict[str, torch.Tensor]:
     }
 
 
-def _found(module: Any) -> tuple[list[int], list[int], list[torch.Tensor]]:
-    """The raw ids of a shard, the row in which a lookup finds each, and what the map keeps of it."""
-    if hasattr(module, "_mch_sorted_raw_ids"):
-        used = module._mch_sorted_raw_ids != 2**63 - 1
-        kept = [
-            buffer[used] for name, buffer in module.named_buffers() if name in ("_mch_counts", "_mch_last_access_iter")
-        ]
-        return module._mch_sorted_raw_ids[used].tolist(), module._mch_remapped_ids_mapping[used].tolist(), kept
-    first = module._output_segments[module._start_bucket]
-    identities = module._hash_zch_identities[:, 0]
-    ids = torch.unique(identities[identities != FREE])
-    looked = collided.rows_of(module, ids)
-    here = identities[looked - first] == ids  # an id that a lookup does not find has no row
-    ids, looked = ids[here], looked[here]
-    parts = (module._hash_zch_metadata, module._hash_zch_runtime_meta)
-    return ids.tolist(), looked.tolist(), [part[looked - first] for part in parts if part is not None]
-
-
 def _hidden(each: Job) -> int:
     """(all ranks) How many rows have a raw id that another one has, too."""
     ids = [each.map_truth().get(f"{table}._hash_zch_identities", torch.empty(0)) for table, *_ in TABLES]
     twice = torch.tensor(sum(len(used) - len(torch.unique(used)) for used in (part[part != FREE] for part in ids)))
     dist.all_reduce(twice)
     return int(twice)
-
-
-def _owned(each: Job) -> dict[str, Owned]:
-    """(all ranks) The dictionary, by table."""
-    state = each.truth()
-    mine: dict[str, Owned] = {}
-    for table, rows, *_ in TABLES:
-        columns = [
-            value for key, value in sorted(state.items()) if f".{table}.weight" in key and value.shape[:1] == (rows,)
-        ]
-        assert len(columns) > 1
-        ids, places, kept = _found(each.maps()[table])
-        mine[table] = {
-            raw_id: tuple(
-                value.numpy().tobytes()
-                for value in (*(column[row] for column in columns), *(part[at] for part in kept))
-            )
-            for at, (raw_id, row) in enumerate(zip(ids, places, strict=True))
-        }
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
-    whole: dict[str, Owned] = {table: {} for table, *_ in TABLES}
-    for each_rank in everywhere:
-        for table, owned in each_rank.items():
-            assert not owned.keys() & whole[table].keys()
-            whole[table] |= owned
-    return whole
 
 
 def _check_replica(
@@ -147,12 +99,12 @@ def _check_replica(
     for name, probes in _probes(case).items():
         table = f"mc._embedding_module.{name}"
         assert torch.equal(tables.lookup(table, probes), expected[table]), (seen[-1], name)
-        owned = seen[-1].owned[name]
+        held = seen[-1].owned[name]
         before = {raw_id: values[0] for each in seen[:-1] for raw_id, values in each.owned[name].items()}
         live, lost = (
-            [each for each in ids if case in MAPPED or each not in UNSERVED] for ids in (owned, before.keys() - owned)
+            [each for each in ids if case in MAPPED or each not in UNSERVED] for ids in (held, before.keys() - held)
         )
-        assert _served(tables, table, live) == [owned[raw_id][0] for raw_id in live]
+        assert _served(tables, table, live) == [held[raw_id][0] for raw_id in live]
         for raw_id, weights in zip(lost, _served(tables, table, lost), strict=True):
             assert weights != before[raw_id], (name, raw_id)
         if case in HASHED:
@@ -180,7 +132,7 @@ def _live(case: str, uri: str, expected: Seen | None, folder: Path) -> None:
                 assert restored is not None
                 assert f"{restored.generation}:{restored.marker}" == expected.marker
                 assert each.step_number == expected.step
-                assert _owned(each) == expected.owned
+                assert owned(each) == expected.owned
             for number in range(6):
                 if number % 2 == 0:
                     each.step()
@@ -209,9 +161,9 @@ def _step_and_mark(
     """Train a batch, with a marker behind it, in eval mode, or between its forward and its update."""
 
     def mark() -> None:
-        expected, owned = answers(each, _probes(case)), _owned(each)
+        expected, held = answers(each, _probes(case)), owned(each)
         committed = checkpointer.mark().result(60)
-        seen.append(Seen(str(committed.id), each.step_number, owned, _hidden(each)))
+        seen.append(Seen(str(committed.id), each.step_number, held, _hidden(each)))
         _check_replica(tables, case, expected, seen)
 
     if number % 6 == 5:
@@ -243,7 +195,7 @@ def _restore_each(case: str, uri: str, seen: list[Seen]) -> None:
                 restored = checkpointer.restore(expected.marker)
                 assert restored is not None
                 assert each.step_number == expected.step
-                assert _owned(each) == expected.owned, expected.marker
+                assert owned(each) == expected.owned, expected.marker
 
 
 @pytest.mark.parametrize("case", [*MAPPED, *HASHED])

@@ -26,6 +26,7 @@ FULL = Changes(
     columns={"w": 32},
     optimizer={"o": "adam"},
     dtype={"d": "float16"},
+    reassigned=("mc.t", 'm"c'),
     dense=DenseChanges(
         renamed={r"over\.(\d+)": r"top.\1"},
         fresh=("f",),
@@ -318,11 +319,11 @@ def test_arrays_that_are_no_id_map_are_refused(old: Any, new: Any) -> None:
 def test_a_row_map_says_where_rows_go_and_which_come() -> None:
     moved = RowMap.of(IdMap([7, 2, 4], [0, 5, 3]))
     assert moved.new_of([2, 3, 4, 7, -1, 99]).tolist() == [5, -1, 3, 0, -1, -1]
-    assert moved.old_within(3, 6).tolist() == [2, 4]
+    assert [each.tolist() for each in moved.within(3, 6)] == [[2, 4], [5, 3]]
     same = RowMap(3)
     assert same.new_of([0, 2, 3, -1]).tolist() == [0, 2, -1, -1]
-    assert same.old_within(1, 9).tolist() == [1, 2]
-    assert same.old_within(5, 9).tolist() == []
+    assert [each.tolist() for each in same.within(1, 9)] == [[1, 2]] * 2
+    assert [each.tolist() for each in same.within(5, 9)] == [[]] * 2
     assert RowMap.of(IdMap([1, 2], [1, 2])).is_identity is False
     assert RowMap.of(IdMap([1, 0], [1, 0])).is_identity is True
 

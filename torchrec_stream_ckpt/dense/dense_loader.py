@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,15 +17,17 @@ from torchrec_stream_ckpt.dense.dcp import flat, load_here
 from torchrec_stream_ckpt.dense.entry_matching import Match, dense_entry
 from torchrec_stream_ckpt.dense.gradient_loader import load_gradients
 from torchrec_stream_ckpt.dense.hyperparameters import check_fused_values, given, set_fused_values, told
-from torchrec_stream_ckpt.dense.id_maps import PREFIX, State, empty_pieces, merge_pieces
+from torchrec_stream_ckpt.dense.id_maps import PREFIX, State, all_pieces, empty_pieces, merge_pieces
 from torchrec_stream_ckpt.dense.live_dense import LiveDense, names_of
 from torchrec_stream_ckpt.dense.optimizer_state import OptimizerState
 from torchrec_stream_ckpt.dense.random_state import seed_new_rank, set_random_state
+from torchrec_stream_ckpt.dense.reassignment import new_rows, state_at
 from torchrec_stream_ckpt.dense.saved_dense import SavedDense
-from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, StreamCkptError
+from torchrec_stream_ckpt.errors import ChangesError, ConfigError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.findings import Misfit
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry
-from torchrec_stream_ckpt.model import IdMap, check_wrappers, load_wrapper_states
+from torchrec_stream_ckpt.evolve.row_maps import NewRows
+from torchrec_stream_ckpt.model import IdMap, MapShard, check_wrappers, load_wrapper_states
 
 log = logging.getLogger(__name__)
 
@@ -87,6 +89,39 @@ class DenseLoader:
             found += self._optimizers_differ(saved, match)
             found += map(Misfit.of, check_fused_values(self._live.kernels, self._fused(saved, match)))
         return found
+
+    def new_rows(
+        self, saved: SavedDense, shards: Sequence[Mapping[str, MapShard]], table: str, there: str
+    ) -> NewRows | None:
+        """Give the raw ids of one table rows of this job. Local, and the same on all ranks; nothing is written.
+
+        Args:
+            saved: Dense state of the marker.
+            shards: The id maps of each rank.
+            table: Name of the table in this model.
+            there: Its name in the marker.
+
+        Returns:
+            The new rows. None if each shard is a union of the marker's, so that its state can be kept as it is.
+
+        Raises:
+            ChangesError: One side has no id map for the table.
+            SchemaMismatchError: The maps of the marker cannot be divided, or are of another kind.
+        """
+        here = next((each for each in self._live.id_maps if each.table == table), None)
+        if there not in saved.collisions or not any(table in each for each in shards):
+            where = "the marker" if there not in saved.collisions else "this model"
+            raise ChangesError(f"{where} has no id map (managed collision) for this table")
+        if here is None or not all(table in each for each in shards):
+            raise SchemaMismatchError("not every rank has a part of the id map", table=table)
+        return new_rows(here, [each[table] for each in shards], self._all_pieces(saved, here, there))
+
+    @staticmethod
+    def _all_pieces(saved: SavedDense, here: IdMap, there: str) -> dict[str, State]:
+        """Read the whole id map of a table."""
+        pieces = all_pieces(saved.entries, here, there)
+        saved.read(flat(PREFIX, {there: pieces}))
+        return pieces
 
     @staticmethod
     def _caught(compare: Callable[[], object]) -> list[Misfit]:
@@ -222,6 +257,10 @@ class DenseLoader:
         maps, states = self._read_id_maps(saved, match)
         for id_map, state in zip(maps, states, strict=True):
             id_map.write(state)
+        for each in self._live.id_maps:
+            if each.table in match.reassigned:
+                there, rows = match.reassigned[each.table]
+                each.write(state_at(each, rows, self._all_pieces(saved, each, there)))
         found = {name: room[entry] for name, entry in of_files.items()}
         values = {} if saved.imported else match.here(saved.buffers)
         rest = {name: value for name, value in values.items() if name not in held}

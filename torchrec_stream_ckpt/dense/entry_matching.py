@@ -10,6 +10,7 @@ import torch
 
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
 from torchrec_stream_ckpt.evolve.model_schema import DenseEntry, DenseOptimizer
+from torchrec_stream_ckpt.evolve.row_maps import RowMap
 from torchrec_stream_ckpt.evolve.table_outcome import DROPPED, EXACT, Evolution
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class Match:
     names."""
     id_maps: Mapping[str, str] | None = None
     """Fused tables whose id maps are restored, in the same form: tables that keep all their rows."""
+    reassigned: Mapping[str, tuple[str, RowMap]] = field(default_factory=dict)
+    """Fused tables whose raw ids get new rows: their names in the marker, and these rows."""
 
     @classmethod
     def of(cls, tables: Evolution, dense: DenseEvolution) -> Match:
@@ -57,6 +60,7 @@ class Match:
             {each.key: each.groups for each in dense.optimizers},
             {name: each.saved_name or "" for name, each in live.items() if each.keeps_iteration},
             {name: each.saved_name or "" for name, each in live.items() if each.keeps_all_rows},
+            {name: (each.saved_name or "", each.rows_kept) for name, each in live.items() if each.reassigned},
         )
 
     def there(self, live: Mapping[str, Any]) -> dict[str, Any]:

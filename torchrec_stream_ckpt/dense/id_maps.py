@@ -34,6 +34,30 @@ def read_pieces(maps: Iterable[IdMap]) -> Pieces:
     return pieces
 
 
+def all_pieces(entries: Mapping[str, Any], here: IdMap, name: str) -> dict[str, State]:
+    """Return empty tensors for all pieces of one table of a marker, in the order of their rows.
+
+    Args:
+        entries: Entries of the marker.
+        here: A map of the table in this job.
+        name: Name of the table in the marker.
+
+    Raises:
+        SchemaMismatchError: They are of another kind, or lack rows. Names the table, and both fields.
+    """
+    saved = _empty(entries).get(name, {})
+    _check_kind(here, saved)
+    _check_policy(here, saved)
+    ranges = [(row0, row0 + saved[row0][here.ROWS].numel()) for row0 in sorted(saved)]
+    if [row0 for row0, _ in ranges] != [0, *(end for _, end in ranges[:-1])]:
+        raise SchemaMismatchError(
+            f"the marker does not have the id map of all rows: it has rows {_texts(ranges, 0, ranges[-1][1])}",
+            hint="restore another marker",
+            table=here.table,
+        )
+    return {str(row0): saved[row0] for row0, _ in ranges}
+
+
 def empty_pieces(entries: Mapping[str, Any], maps: Iterable[IdMap], names: Mapping[str, str]) -> Pieces:
     """Return empty tensors for those pieces of a marker that make up this rank's maps.
 
@@ -46,17 +70,31 @@ def empty_pieces(entries: Mapping[str, Any], maps: Iterable[IdMap], names: Mappi
         SchemaMismatchError: The pieces do not make up a map, or are those of another kind. Names the table, and both
             row ranges or fields.
     """
+    saved = _empty(entries)
+    return {names[each.table]: _chosen(each, saved.get(names[each.table], {})) for each in maps}
+
+
+def _empty(entries: Mapping[str, Any]) -> dict[str, dict[int, State]]:
+    """Return empty tensors for all pieces of a marker, by table and first row."""
     saved: dict[str, dict[int, State]] = {}
     for name, entry in entries.items():
         if name.startswith(f"{PREFIX}."):
             table, row0, field = name.removeprefix(f"{PREFIX}.").rsplit(".", 2)
             tensor = torch.empty(entry.size, dtype=entry.properties.dtype, device="cpu")
             saved.setdefault(table, {}).setdefault(int(row0), {})[field] = tensor
-    return {names[each.table]: _chosen(each, saved.get(names[each.table], {})) for each in maps}
+    return saved
 
 
 def _chosen(here: IdMap, saved: Mapping[int, State]) -> dict[str, State]:
     """Return the saved pieces, in the order of their rows, that make up the shard ``here``."""
+    _check_kind(here, saved)
+    ranges = [(row0, row0 + saved[row0][here.ROWS].numel()) for row0 in sorted(saved)]
+    found = _overlapping(here, ranges) if isinstance(here, HashMap) else _whole(here, ranges)
+    _check_policy(here, saved)
+    return {str(row0): saved[row0] for row0 in found}
+
+
+def _check_kind(here: IdMap, saved: Mapping[int, State]) -> None:
     other = next((piece for piece in saved.values() if here.ROWS not in piece), None)
     if other is not None:
         raise SchemaMismatchError(
@@ -64,8 +102,9 @@ def _chosen(here: IdMap, saved: Mapping[int, State]) -> dict[str, State]:
             hint="use the kind of managed collision module of the job that wrote the marker",
             table=here.table,
         )
-    ranges = [(row0, row0 + saved[row0][here.ROWS].numel()) for row0 in sorted(saved)]
-    found = _overlapping(here, ranges) if isinstance(here, HashMap) else _whole(here, ranges)
+
+
+def _check_policy(here: IdMap, saved: Mapping[int, State]) -> None:
     fields = here.read().keys()
     for piece in saved.values():
         if piece.keys() != fields:
@@ -75,7 +114,6 @@ def _chosen(here: IdMap, saved: Mapping[int, State]) -> dict[str, State]:
                 + (", its track_id_freq and its write_runtime_meta_dim" if isinstance(here, HashMap) else ""),
                 table=here.table,
             )
-    return {str(row0): saved[row0] for row0 in found}
 
 
 def _whole(here: CollisionMap, ranges: Sequence[tuple[int, int]]) -> list[int]:
@@ -86,7 +124,8 @@ def _whole(here: CollisionMap, ranges: Sequence[tuple[int, int]]) -> list[int]:
         raise SchemaMismatchError(
             f"the id map of rows {here.rows_text} is not a union of whole maps of the marker, which has rows "
             f"{_texts(ranges, first, last)}",
-            hint=f"restore on {len(ranges)} ranks, or on fewer ranks whose shards are unions of those row ranges",
+            hint=f"restore on {len(ranges)} ranks, or on fewer ranks whose shards are unions of those row ranges, or "
+            f"{_declare(here)}",
             table=here.table,
         )
     return [row0 for row0, end in ranges if first <= row0 and end <= last]
@@ -105,6 +144,10 @@ def _overlapping(here: HashMap, ranges: Sequence[tuple[int, int]]) -> list[int]:
             table=here.table,
         )
     return [row0 for row0, _ in found]
+
+
+def _declare(here: IdMap) -> str:
+    return f"give its raw ids new rows: restore(changes=Changes(reassigned=({here.table!r},)))"
 
 
 def _texts(ranges: Sequence[tuple[int, int]], first: int, last: int) -> str:
@@ -162,7 +205,8 @@ def _check_layout(here: HashMap, piece: State, layout: State) -> None:
         raise SchemaMismatchError(
             f"the marker has {len(there) - 1} buckets of raw ids and this job {len(now) - 1}; the first that differs "
             f"begins with row {there[place]} there and row {now[place]} here",
-            hint="keep total_num_buckets and output_segments: a raw id is looked for in the rows of its bucket only",
+            hint="keep total_num_buckets and output_segments, because a raw id is looked for in the rows of its bucket "
+            f"only, or {_declare(here)}",
             table=here.table,
         )
     values = (piece["hash_layout"].tolist(), layout["hash_layout"].tolist())
@@ -170,20 +214,22 @@ def _check_layout(here: HashMap, piece: State, layout: State) -> None:
         if old != new:
             raise SchemaMismatchError(
                 f"{name} is {old} in the marker and {new} in this job",
-                hint="keep it: raw ids would be looked for in other rows than those that they have",
+                hint="keep it, because raw ids would be looked for in other rows than those that they have, or "
+                f"{_declare(here)}",
                 table=here.table,
             )
 
 
 def _merge(here: CollisionMap, pieces: Sequence[State]) -> State:
     merged = {field: torch.cat([piece[field] for piece in pieces]) for field in pieces[0]}
-    merged["counters"] = _agreed_counters(here, pieces)
+    merged["counters"] = agreed_counters(here, pieces)
     ids = torch.cat([merged["map_raw_ids"], merged["history_ids"]])
     strangers = here.count_strangers(ids[ids != NO_ID])
     if strangers:
         raise SchemaMismatchError(
             f"{strangers} raw ids of rows {here.rows_text} belong to another rank in this job",
-            hint="keep input_hash_size, and restore on a number of ranks that splits it at the same row ranges",
+            hint="keep input_hash_size, and restore on a number of ranks that splits it at the same row ranges, or "
+            f"{_declare(here)}",
             table=here.table,
         )
     # As MCHManagedCollisionModule sorts a loaded map. This does not change a map of one piece.
@@ -191,7 +237,7 @@ def _merge(here: CollisionMap, pieces: Sequence[State]) -> State:
     return {field: values[order] if field.startswith("map_") else values for field, values in merged.items()}
 
 
-def _agreed_counters(here: CollisionMap, pieces: Sequence[State]) -> torch.Tensor:
+def agreed_counters(here: CollisionMap, pieces: Sequence[State]) -> torch.Tensor:
     """Return the counters, which all pieces must share, and the sum of their history capacities."""
     *counters, capacities = torch.stack([piece["counters"] for piece in pieces], dim=1)
     for name, values in zip(COUNTERS, (*counters, capacities < 0), strict=True):

@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer
 from torchrec_stream_ckpt.model import (
     FusedKernel,
+    MapShard,
     dense_optimizers,
     dense_view,
     id_maps,
@@ -164,9 +165,9 @@ class LiveDense:
         return (*self.shared, *self.schedules)
 
     @property
-    def collisions(self) -> frozenset[str]:
-        """Fused tables with an id map of managed collision on this rank."""
-        return frozenset(each.table for each in self.id_maps)
+    def collisions(self) -> dict[str, MapShard]:
+        """Fused tables with an id map of managed collision on this rank, and its rows."""
+        return {each.table: each.shard for each in self.id_maps}
 
     def described(self) -> tuple[tuple[DenseEntry, ...], tuple[DenseOptimizer, ...], tuple[str, ...]]:
         """Return parameters and buffers, dense optimizers, and names of the user's objects, for a :class:`ModelSchema`.

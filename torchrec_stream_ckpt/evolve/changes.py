@@ -88,6 +88,9 @@ class Changes:
     """Tables with another fused optimizer or other states -> the optimizer in this model."""
     dtype: Mapping[str, str] = field(default_factory=dict)
     """Tables with weights of another dtype -> the dtype in this model; weights are cast."""
+    reassigned: tuple[str, ...] = ()
+    """Tables with managed collision whose raw ids get new rows, unless this job's shards are unions of the marker's.
+    Raw ids that do not fit are dropped, and counted."""
     dense: DenseChanges = field(default_factory=DenseChanges)
     """Differences in the dense model."""
     stateful_added: tuple[str, ...] = ()

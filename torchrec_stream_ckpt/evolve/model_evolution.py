@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
 from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.imported import States
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.evolve.resolve import TrainedRows, compare_tables
+from torchrec_stream_ckpt.evolve.resolve import NewRowsOf, TrainedRows, compare_tables
 from torchrec_stream_ckpt.evolve.table_outcome import Evolution
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.schema import Schema
@@ -127,7 +127,8 @@ class ModelEvolution:
     dense: DenseEvolution | None
     """Outcomes of the dense state; None if it was not compared."""
     already: bool = False
-    """True if the declared changes are the last ones that the marker's lineage made, so that nothing is left to do."""
+    """True if the declared changes are the last ones that the marker's lineage made. Then only raw ids are left to get
+    new rows, if this job's ranks require it."""
 
     @property
     def is_plain(self) -> bool:
@@ -184,20 +185,23 @@ def compare(
     trained_rows: TrainedRows | None = None,
     made: Sequence[ClaimChanges] = (),
     imported: States | None = None,
+    new_rows: NewRowsOf | None = None,
 ) -> tuple[ModelEvolution | None, Findings]:
     """Compare like :func:`evolve`, but return the findings. If any prevents the restore, the evolution is None.
+
+    ``new_rows`` is that of ``compare_tables``.
 
     Raises:
         SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
     """
     check_placement(saved, here, changes)
     if made and made[0].digest == changes.digest and not changes.is_empty:
-        unchanged = Findings(NO_CHANGES)
-        as_it_is = _compared(saved, here, unchanged, dense, trained_rows, imported)
+        unchanged = Findings(replace(NO_CHANGES, reassigned=changes.reassigned if new_rows is not None else ()))
+        as_it_is = _compared(saved, here, unchanged, dense, trained_rows, imported, new_rows)
         if as_it_is is not None:
-            return ModelEvolution(as_it_is.tables, as_it_is.dense, already=True), unchanged
+            return replace(as_it_is, already=True), unchanged
     found = Findings(changes)
-    return _compared(saved, here, found, dense, trained_rows, imported), found
+    return _compared(saved, here, found, dense, trained_rows, imported, new_rows), found
 
 
 def _compared(
@@ -207,8 +211,9 @@ def _compared(
     dense: bool,
     trained_rows: TrainedRows | None,
     imported: States | None,
+    new_rows: NewRowsOf | None,
 ) -> ModelEvolution | None:
     """Compare once, adding findings to ``found``. Returns None if any prevents the restore."""
-    tables = compare_tables(Schema(saved.tables), here.tables, found, trained_rows)
+    tables = compare_tables(Schema(saved.tables), here.tables, found, trained_rows, new_rows)
     rest = compare_dense(saved, here, found, imported) if dense else None
     return ModelEvolution(tables, rest) if tables is not None and not found.against else None

@@ -35,6 +35,9 @@ class EvolvedPart:
     """(tables and parameters) Bytes kept, fresh, and dropped; for a parameter, without its state."""
     sent_whole: bool = False
     """(tables) True if the new generation sends all of its rows."""
+    raw_ids: tuple[int, int] | None = None
+    """(tables whose raw ids get new rows) Number of raw ids kept, and dropped because they do not fit. None if that
+    depends on a job's ranks."""
 
     @property
     def label(self) -> str:
@@ -74,6 +77,7 @@ class EvolutionReport:
                 **asdict(part),
                 "rows": _named(part.rows),
                 "num_bytes": _named(part.num_bytes),
+                "raw_ids": dict(zip(("kept", "dropped"), part.raw_ids, strict=True)) if part.raw_ids else None,
             }
             for part in self.parts
         ]
@@ -124,6 +128,7 @@ def _table(outcome: TableOutcome) -> EvolvedPart:
         rows=(outcome.rows_kept.count, outcome.rows_fresh, outcome.rows_dropped),
         num_bytes=(outcome.bytes_kept, outcome.bytes_fresh, outcome.bytes_dropped),
         sent_whole=not outcome.goes_on and not outcome.is_dropped,
+        raw_ids=outcome.raw_ids,
     )
 
 
@@ -135,7 +140,11 @@ def _said(outcome: TableOutcome) -> Iterator[str]:
         return
     if old.name != new.name:
         yield f"was {old.name}"
-    if not outcome.rows_kept.is_identity:
+    if outcome.reassigned:
+        yield from _reassigned(outcome)
+        if old.rows != new.rows:
+            yield f"rows {old.rows:,} -> {new.rows:,}"
+    elif not outcome.rows_kept.is_identity:
         yield f"{outcome.rows_kept.count:,} rows moved by id map, {old.rows:,} -> {new.rows:,}"
     elif old.rows != new.rows:
         yield f"rows {old.rows:,} -> {new.rows:,}"
@@ -149,6 +158,13 @@ def _said(outcome: TableOutcome) -> Iterator[str]:
         yield f"{old.optimizer} -> {new.optimizer}"
     elif old.states != new.states:
         yield f"different states of {new.optimizer}"
+
+
+def _reassigned(outcome: TableOutcome) -> Iterator[str]:
+    if outcome.raw_ids is None:
+        yield "raw ids get new rows, unless the job's shards are unions of the marker's"
+    else:
+        yield "new rows for {:,} raw ids, {:,} do not fit and are dropped".format(*outcome.raw_ids)
 
 
 def _dense(evolution: DenseEvolution) -> Iterator[EvolvedPart]:

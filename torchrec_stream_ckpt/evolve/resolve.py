@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes, RowChange
-from torchrec_stream_ckpt.evolve.findings import Findings
-from torchrec_stream_ckpt.evolve.row_maps import IdMap, RowMap
+from torchrec_stream_ckpt.evolve.findings import Findings, Misfit
+from torchrec_stream_ckpt.evolve.row_maps import IdMap, NewRows, RowMap
 from torchrec_stream_ckpt.evolve.table_outcome import BY_RULE, DROPPED, EXACT, FRESH, Evolution, TableOutcome
 from torchrec_stream_ckpt.evolve.text import nearest
 from torchrec_stream_ckpt.format.schema import Schema
@@ -17,6 +18,12 @@ TrainedRows = Callable[[int, RowMap], int | None]
 """Function of (a table's index in the marker, its kept rows) that counts the trained rows among the others.
 
 Returns None if that is unknown.
+"""
+NewRowsOf = Callable[[str, str], NewRows | None]
+"""Function of the names of a table in this model and in the marker that gives its raw ids rows of this job.
+
+Returns None if each shard is a union of the marker's. Raises ChangesError if there is no id map, SchemaMismatchError if
+it cannot be divided.
 """
 
 
@@ -47,18 +54,31 @@ def resolve(
 
 
 def compare_tables(
-    saved: Schema, here: Schema | Sequence[TableSpec], found: Findings, trained_rows: TrainedRows | None = None
+    saved: Schema,
+    here: Schema | Sequence[TableSpec],
+    found: Findings,
+    trained_rows: TrainedRows | None = None,
+    new_rows: NewRowsOf | None = None,
 ) -> Evolution | None:
-    """Resolve like :func:`resolve`, but add problems and differences to ``found``; returns None if there are any."""
+    """Resolve like :func:`resolve`, but add problems and differences to ``found``; returns None if there are any.
+
+    Without ``new_rows``, each table of ``Changes.reassigned`` counts as one whose raw ids get new rows.
+    """
     tables = here.tables if isinstance(here, Schema) else here
-    return _Tables(saved, {table.name: table for table in tables if not table.dropped}, found, trained_rows).evolution()
+    live = {table.name: table for table in tables if not table.dropped}
+    return _Tables(saved, live, found, trained_rows, new_rows).evolution()
 
 
 class _Tables:
     """Comparison of a marker's tables with those of a model."""
 
     def __init__(
-        self, saved: Schema, here: Mapping[str, TableSpec], found: Findings, trained_rows: TrainedRows | None
+        self,
+        saved: Schema,
+        here: Mapping[str, TableSpec],
+        found: Findings,
+        trained_rows: TrainedRows | None,
+        new_rows: NewRowsOf | None,
     ) -> None:
         self._saved = saved
         self._index = saved.index()
@@ -66,6 +86,7 @@ class _Tables:
         self._found = found
         self._changes = found.declared
         self._trained_rows = trained_rows
+        self._new_rows_of = new_rows
 
     def evolution(self) -> Evolution | None:
         """Return the outcome of all tables; None if there are problems or undeclared differences."""
@@ -129,7 +150,7 @@ class _Tables:
     def _check_keys(self) -> None:
         """Check that tables with a declared difference exist on both sides."""
         changes = self._changes
-        for field_name in ("rows", "columns", "optimizer", "dtype"):
+        for field_name in ("rows", "columns", "optimizer", "dtype", "reassigned"):
             for name in getattr(changes, field_name):
                 what = f"{field_name}: {name!r}"
                 if self._known(what, name, self._here, "this model") and name in changes.added:
@@ -182,7 +203,10 @@ class _Tables:
 
     def _outcome(self, name: str, source: int) -> TableOutcome:
         old, new = self._saved.tables[source], self._here[name]
-        rows_kept = self._rows(name, source)
+        rows_kept, new_rows = self._rows(name, source), self._new_rows(name, old.name)
+        reassigned = new_rows is not None or (self._new_rows_of is None and name in self._changes.reassigned)
+        if new_rows is not None:
+            rows_kept = new_rows.rows
         self._compare("columns", name, old.dim, new.dim, "{} columns")
         self._compare("dtype", name, old.dtype, new.dtype, "weights of {}")
         self._optimizer(name, old, new)
@@ -194,7 +218,9 @@ class _Tables:
         weights = EXACT if old.dtype == new.dtype else BY_RULE
         same_optimizer = (old.optimizer, old.states) == (new.optimizer, new.states)
         known = old.id is not None or old.name == new.name  # in logs of version 1, the name is the id
-        goes_on = known and same_rows and same_optimizer and (old.dim, old.dtype) == (new.dim, new.dtype)
+        goes_on = (
+            known and same_rows and not reassigned and same_optimizer and (old.dim, old.dtype) == (new.dim, new.dtype)
+        )
         return TableOutcome(
             name=name,
             saved_name=old.name,
@@ -209,7 +235,21 @@ class _Tables:
             weights_label=weights if rows_kept.count else FRESH,
             state_labels=tuple(_state_label(old, new, *pair) for pair in states),
             keeps_iteration=same_optimizer,
+            reassigned=reassigned,
+            raw_ids=(new_rows.kept, new_rows.dropped) if new_rows is not None else None,
         )
+
+    def _new_rows(self, name: str, there: str) -> NewRows | None:
+        """Return the new rows of a table's raw ids; None if it keeps its rows, or if this is not known here."""
+        if self._new_rows_of is None or name not in self._changes.reassigned:
+            return None
+        try:
+            return self._new_rows_of(name, there)
+        except ChangesError as error:
+            self._found.problems.append(f"reassigned: {name!r}: {error.message}")
+        except SchemaMismatchError as error:
+            self._found.misfits.append(Misfit.of(error))
+        return None
 
     def _compare(self, field_name: str, name: str, old: object, new: object, words: str) -> None:
         """Check that one property of a table is equal or declared."""
@@ -239,10 +279,10 @@ class _Tables:
         """Return the rows that are kept."""
         old, new = self._saved.tables[source].rows, self._here[name].rows
         declared = self._changes.rows.get(name)
-        kept = RowMap(min(old, new))
+        kept, reassigned = RowMap(min(old, new)), name in self._changes.reassigned
         if declared is None:
             if old != new:
-                lost = self._lost(source, kept)
+                lost = "" if reassigned else self._lost(source, kept)
                 more = f"; {lost}" if lost else ""
                 change = RowChange(new, allow_dropped_rows=bool(lost))
                 self._found.differs(f"table {name!r}: {new} rows here, {old} in the marker{more}", "rows", name, change)
@@ -253,13 +293,15 @@ class _Tables:
             return kept
         if declared.ids is None and old == new:
             problem(f"{what}: marker and model both have {new} rows, but no ids are declared")
-        if declared.ids is not None:
+        if declared.ids is not None and reassigned:
+            problem(f"{what}: ids are declared, but reassigned gives all rows to raw ids")
+        elif declared.ids is not None:
             outside = _outside(declared.ids, old, new)
             self._found.problems += [f"{what}: {each}" for each in outside]
             if outside:
                 return kept
             kept = RowMap.of(declared.ids)
-        lost = "" if declared.allow_dropped_rows else self._lost(source, kept)
+        lost = "" if declared.allow_dropped_rows or reassigned else self._lost(source, kept)
         if lost:
             problem(f"{what}: {lost}; set allow_dropped_rows to accept that")
         return kept

@@ -199,7 +199,8 @@ class RowMap:
     count: int
     """Number of kept rows."""
     old_ids: Ids | None = None
-    """Ids in the marker, sorted. None if rows [0, ``count``) keep their ids."""
+    """Ids in the marker, sorted. None if rows [0, ``count``) keep their ids. One may have several new ids
+    (:class:`NewRows`)."""
     new_ids: Ids | None = None
     """For each of ``old_ids``, the id in this model."""
 
@@ -216,6 +217,11 @@ class RowMap:
         return self.old_ids is None
 
     @property
+    def sources(self) -> int:
+        """Number of rows of the marker that are kept."""
+        return self.count if self.old_ids is None else len(np.unique(self.old_ids))
+
+    @property
     def pairs(self) -> tuple[Ids, Ids]:
         """Old ids in ascending order, and the new id of each."""
         if self.old_ids is None or self.new_ids is None:
@@ -227,12 +233,14 @@ class RowMap:
         """Return the new id of each of ``old_ids``; -1 for a row that is not kept."""
         return _look_up(*self.pairs, np.asarray(old_ids, np.int64)) if not self.is_identity else self._same(old_ids)
 
-    def old_within(self, begin: int, end: int) -> Ids:
-        """Return the old ids, in ascending order, of kept rows whose new ids are in [begin, end)."""
+    def within(self, begin: int, end: int) -> tuple[Ids, Ids]:
+        """Return those :attr:`pairs` whose new ids are in [begin, end)."""
         if self.is_identity:
-            return np.arange(min(begin, self.count), min(end, self.count))
+            same = np.arange(min(begin, self.count), min(end, self.count))
+            return same, same
         old, new = self.pairs
-        return old[(new >= begin) & (new < end)]
+        here = (new >= begin) & (new < end)
+        return old[here], new[here]
 
     def _same(self, ids: npt.ArrayLike) -> Ids:
         known = np.asarray(ids, np.int64)
@@ -244,3 +252,15 @@ def _look_up(keys: Ids, values: Ids, wanted: Ids) -> Ids:
         return np.full(wanted.shape, -1, np.int64)
     places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
     return np.where(keys[places] == wanted, values[places], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class NewRows:
+    """Rows that the raw ids of a table get in this job (``Changes.reassigned``)."""
+
+    rows: RowMap
+    """Rows of the marker with a raw id, and for each shard of this job, the row that its unknown raw ids begin with."""
+    kept: int
+    """Number of raw ids that have a row."""
+    dropped: int
+    """Number of raw ids that do not fit."""

@@ -58,6 +58,10 @@ class TableOutcome:
     """Label of the kept values of each state of this model, likewise."""
     keeps_iteration: bool
     """True if the optimizer is the same, so that its iteration count is that of the marker."""
+    reassigned: bool = False
+    """True if its raw ids get new rows."""
+    raw_ids: tuple[int, int] | None = None
+    """(if so) Number of raw ids that are kept and dropped; None if that depends on a job's ranks."""
 
     @property
     def label(self) -> str:
@@ -85,7 +89,7 @@ class TableOutcome:
     @property
     def rows_dropped(self) -> int:
         """Number of rows of the marker that are not kept."""
-        return self.saved_spec.rows - self.rows_kept.count if self.saved_spec is not None else 0
+        return self.saved_spec.rows - self.rows_kept.sources if self.saved_spec is not None else 0
 
     @property
     def bytes_kept(self) -> int:
@@ -114,7 +118,7 @@ class TableOutcome:
             if source is not None:
                 state = self.saved_spec.states[source]
                 width += DTYPE_BYTES[state.dtype] * (1 if state.per_row else self.cols_kept)
-        return table_bytes(self.saved_spec) - self.rows_kept.count * width
+        return table_bytes(self.saved_spec) - self.rows_kept.sources * width
 
 
 def table_bytes(spec: TableSpec | None) -> int:

@@ -98,6 +98,8 @@ of ``MCHManagedCollisionModule``:
 ``_history_accumulator``, ``_history_metadata``,      1.0    raw ids since the last eviction
 ``_current_history_buffer_offset``,
 ``_input_history_buffer_size``
+of ``DistanceLFU_EvictionPolicy``:
+``_decay_exponent``                                   1.0    which of two raw ids it keeps
 of ``HashZchManagedCollisionModule``:
 ``_hash_zch_identities``, ``_hash_zch_metadata``,     1.9    raw id, hour of expiry and counters of each row
 ``_hash_zch_runtime_meta``, ``_zch_size``
@@ -155,7 +157,7 @@ from torchrec_stream_ckpt.model.gradients import (
     watch_steps,
     watch_zero_grad,
 )
-from torchrec_stream_ckpt.model.hash_collision import LAYOUT, HashMap
+from torchrec_stream_ckpt.model.hash_collision import FREE, LAYOUT, HashMap, MapShard
 from torchrec_stream_ckpt.model.kernel_guard import KernelGuard, check_free, claim
 from torchrec_stream_ckpt.model.kernels import FusedKernel, LocalShard
 from torchrec_stream_ckpt.model.lookups import FusedUpdate, Key, Lookup
@@ -171,6 +173,7 @@ from torchrec_stream_ckpt.model.wrappers import (
 
 __all__ = [
     "COUNTERS",
+    "FREE",
     "LAYOUT",
     "NO_ID",
     "BufferSlot",
@@ -185,6 +188,7 @@ __all__ = [
     "Key",
     "LocalShard",
     "Lookup",
+    "MapShard",
     "ReplicatedTables",
     "add_buffer",
     "buffer_slots",

@@ -5,7 +5,7 @@ Rows that an eviction resets are noticed by ``FusedKernel.on_rewrite``: TorchRec
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from torchrec.modules.mc_modules import (
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.model import versions
 from torchrec_stream_ckpt.model.compiled import unwrapped
-from torchrec_stream_ckpt.model.hash_collision import HashMap, hash_map
+from torchrec_stream_ckpt.model.hash_collision import HashMap, MapShard, hash_map
 from torchrec_stream_ckpt.util.types import plain_name
 
 COLLISION_WRAPPERS = (ShardedManagedCollisionEmbeddingBagCollection, ShardedManagedCollisionEmbeddingCollection)
@@ -71,9 +71,14 @@ class CollisionMap:
         self.row0 = module._output_global_offset
         self.rows = module._zch_size
         self.interval = module._eviction_interval
+        self.world = world
+        self.rank = rank
         self._module = module
-        self._world = world
-        self._rank = rank
+
+    @property
+    def shard(self) -> MapShard:
+        """Its rows."""
+        return MapShard(self.row0, self.rows)
 
     @property
     def rows_text(self) -> str:
@@ -161,20 +166,40 @@ class CollisionMap:
                 module.register_buffer(f"_history_{name}", buffer, persistent=False)
                 module._history_metadata[name] = buffer
 
-    def count_strangers(self, raw_ids: torch.Tensor) -> int:
-        """(CPU) Count the raw ids that are looked up on another rank, as ``RwSparseFeaturesDist`` assigns them."""
+    def ranks_of(self, raw_ids: torch.Tensor) -> torch.Tensor:
+        """(CPU) Return the rank on which each raw id is looked up, as ``RwSparseFeaturesDist`` assigns them."""
         module = self._module
         buckets = module.buckets()
-        by_rank, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+        lengths, *_, places = torch.ops.fbgemm.block_bucketize_sparse_features(
             torch.tensor([raw_ids.numel()], device="cpu"),
             raw_ids,
             bucketize_pos=False,
-            sequence=False,
+            sequence=True,
             block_sizes=torch.tensor([-(-module.input_size() // buckets)], device="cpu"),
             total_num_blocks=torch.tensor([[buckets]], device="cpu"),
-            my_size=self._world,
+            my_size=self.world,
         )
-        return raw_ids.numel() - int(by_rank[self._rank])
+        return torch.repeat_interleave(torch.arange(self.world, device="cpu"), lengths.long())[places.long()]
+
+    def count_strangers(self, raw_ids: torch.Tensor) -> int:
+        """(CPU) Count the raw ids that are looked up on another rank."""
+        return int((self.ranks_of(raw_ids) != self.rank).sum())
+
+    def by_priority(self, raw_ids: torch.Tensor, metadata: Mapping[str, torch.Tensor], iteration: int) -> torch.Tensor:
+        """(CPU) Return positions of raw ids in the order in which the eviction policy keeps them, the best first.
+
+        Args:
+            raw_ids: The raw ids, each once. The smaller one of two with the same score comes first.
+            metadata: What the policy keeps of each of them, by its names.
+            iteration: The trained batches that it is compared with.
+        """
+        counts, last = metadata.get("counts"), metadata.get("last_access_iter")
+        if counts is not None and last is not None:
+            score = counts / torch.pow(iteration - last + 1, self._module._eviction_policy._decay_exponent)
+        else:
+            score = metadata["counts" if last is None else "last_access_iter"]
+        order = torch.argsort(raw_ids)
+        return order[torch.argsort(score[order], descending=True, stable=True)]
 
 
 def holds_id_maps(module: nn.Module) -> bool:
@@ -222,4 +247,6 @@ def _id_map(path: str, table: str, module: Any, env: Any) -> IdMap:
             module=path,
             table=table,
         )
+    if type(module._eviction_policy) is DistanceLFU_EvictionPolicy:
+        versions.DISTANCE_LFU.require(module._eviction_policy, module=path, table=table)
     return CollisionMap(f"{path}.{table}", module, env.world_size, env.rank)

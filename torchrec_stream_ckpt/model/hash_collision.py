@@ -9,7 +9,8 @@ noticed by ``FusedKernel.on_rewrite``: TorchRec passes them to the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +21,22 @@ from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.model import versions
 from torchrec_stream_ckpt.model.patch import wrap
 
+Ints = npt.NDArray[np.int64]
+
 FREE = -1
 """Raw id that TorchRec writes for a free row."""
 
 LAYOUT = ("input_hash_size", "max_probe", "opt_in_prob", "reserved slots per bucket", "disable_fallback")
 """The order of the field ``hash_layout``. The third and fourth are -1 if all raw ids are accepted."""
+
+
+class MapShard(NamedTuple):
+    """Rows [row0, row0+rows) of a table, which one id map assigns to raw ids."""
+
+    row0: int
+    rows: int
+    reserved: int = -1
+    """(hash ZCH) Rows at the end of each bucket for raw ids that are not accepted; -1 if all are accepted."""
 
 
 class HashMap:
@@ -59,6 +71,11 @@ class HashMap:
         self._rows_lost: list[torch.Tensor] = []
         """Rows of the shard that were evicted since :meth:`lost`."""
         self._evictions = 0
+
+    @property
+    def shard(self) -> MapShard:
+        """Its rows."""
+        return MapShard(self.row0, self.rows, self._module.get_reserved_slots_per_bucket())
 
     @property
     def rows_text(self) -> str:
@@ -121,22 +138,84 @@ class HashMap:
         values, sizes, offsets = module.input_mapper(
             identities.flatten()[used], None if offset is None else offset.to(used.device)
         )
-        found, _ = torch.ops.fbgemm.zero_collision_hash(
-            input=values,
+        found = self._look_up(values, identities, sizes, offsets, module.get_reserved_slots_per_bucket())
+        hidden = torch.zeros(self.rows, dtype=torch.bool, device=used.device)
+        hidden[used] = found != used
+        return hidden
+
+    def _look_up(
+        self, raw_ids: torch.Tensor, identities: torch.Tensor, sizes: torch.Tensor, offsets: torch.Tensor, reserved: int
+    ) -> torch.Tensor:
+        """Return the row of ``identities`` in which lookups find each raw id, -1 if in none.
+
+        ``sizes`` and ``offsets`` are those of the buckets of the raw ids.
+        """
+        found: torch.Tensor = torch.ops.fbgemm.zero_collision_hash(
+            input=raw_ids,
             identities=identities,
-            max_probe=module._max_probe,
+            max_probe=self._module._max_probe,
             circular_probe=True,
             readonly=True,
             local_sizes=sizes,
             offsets=offsets,
             disable_fallback=True,
             # A lookup asks only whether some raw ids are rejected. FBGEMM's operator for CPUs does not take 100.
-            opt_in_prob=min(module._opt_in_prob, 1),
-            num_reserved_slots=module.get_reserved_slots_per_bucket(),
+            opt_in_prob=min(self._module._opt_in_prob, 1),
+            num_reserved_slots=reserved,
+        )[0]
+        return found
+
+    def place(self, raw_ids: torch.Tensor, shards: Sequence[MapShard]) -> torch.Tensor:
+        """(CPU) Return a row of the table for each raw id, in which lookups of this module find it, -1 if it has none.
+
+        Args:
+            raw_ids: The raw ids, each once. Each gets the first row of its probes that none before it has.
+            shards: All shards of the table.
+        """
+        module, rows = self._module, torch.full_like(raw_ids, -1)
+        block = -(-module._input_hash_size // module.buckets())
+        routed = raw_ids != FREE
+        if block:
+            routed &= (raw_ids >= 0) & (raw_ids // block < module.buckets())
+        (at,) = torch.where(routed)
+        _, sizes, begins = module.input_mapper(raw_ids[at])
+        for shard in shards:
+            mine = (shard.row0 <= begins) & (begins < shard.row0 + shard.rows)
+            if mine.any():
+                here = at[mine]
+                found = self._place(raw_ids[here], sizes[mine], begins[mine] - shard.row0, shard)
+                rows[here] = torch.where(found < 0, -1, found + shard.row0)
+        return rows
+
+    def _place(
+        self, raw_ids: torch.Tensor, sizes: torch.Tensor, offsets: torch.Tensor, shard: MapShard
+    ) -> torch.Tensor:
+        """Return the row of one shard for each raw id, counted from its first one; -1 if it has none."""
+        rows = torch.full_like(raw_ids, -1)
+        blocks = sizes - max(0, shard.reserved)
+        homes, _ = torch.ops.fbgemm.zero_collision_hash(
+            input=raw_ids,
+            identities=torch.full((int(blocks.max()), 1), FREE, dtype=torch.int64, device="cpu"),
+            max_probe=0,  # so it returns the hash
+            circular_probe=True,
+            readonly=True,
+            local_sizes=blocks,
+            offsets=torch.zeros_like(offsets),
         )
-        hidden = torch.zeros(self.rows, dtype=torch.bool, device=used.device)
-        hidden[used] = found != used
-        return hidden
+        left = torch.arange(len(raw_ids), device="cpu")
+        while len(left):
+            starts = [each[left].numpy() for each in (homes, blocks, offsets)]
+            rows[left] = torch.from_numpy(first_free(*starts, probes=self._module._max_probe, rows=shard.rows))
+            (placed,) = torch.where(rows >= 0)
+            identities = torch.full((shard.rows, 1), FREE, dtype=torch.int64, device="cpu")
+            identities[rows[placed], 0] = raw_ids[placed]
+            found = self._look_up(raw_ids[placed], identities, sizes[placed], offsets[placed], shard.reserved)
+            lost = placed[found != rows[placed]]
+            if not len(lost):
+                break
+            rows[lost] = -1
+            left = left[~torch.isin(left, lost)]
+        return rows
 
     def layout(self) -> dict[str, torch.Tensor]:
         """Return the fields that define where a raw id may be."""
@@ -183,6 +262,35 @@ class HashMap:
             tensor.copy_(state[field])
         evicted = state["hash_evicted"] - self.row0
         module._evicted_indices = [evicted.to(module.device)] if evicted.numel() else []
+
+
+def first_free(homes: Ints, blocks: Ints, offsets: Ints, *, probes: int, rows: int) -> Ints:
+    """Return the row that each raw id gets if one after the other takes the first free one of its probes; -1 for none.
+
+    The result is that of a loop over raw ids. Here all of them probe at a time, and an earlier one takes a row from a
+    later one, which goes on with its next probe.
+
+    Args:
+        homes: Where the probes of each raw id begin, counted from ``offsets``.
+        blocks: Number of rows after which they begin again, likewise.
+        offsets: First row of its bucket.
+        probes: Most rows that a raw id may try.
+        rows: Number of rows.
+    """
+    none = len(homes)
+    owners, found, tried = np.full(rows, none), np.full(none, -1), np.zeros(none, np.int64)
+    left = np.arange(none)
+    while len(left := left[tried[left] < np.minimum(probes, blocks[left])]):
+        wanted = offsets[left] + (homes[left] + tried[left]) % blocks[left]
+        tried[left] += 1
+        before = owners[wanted]
+        np.minimum.at(owners, wanted, left)
+        won = owners[wanted] == left
+        lost = before[won & (before < none)]
+        found[lost] = -1
+        found[left[won]] = wanted[won]
+        left = np.concatenate([left[~won], lost])
+    return found
 
 
 def hash_map(table: str, module: HashZchManagedCollisionModule, path: str) -> HashMap:

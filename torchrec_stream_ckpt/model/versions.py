@@ -186,6 +186,7 @@ ID_MAP = HookPoints(
     ),
     used_inside=("_current_history_buffer_offset", "_evicted_emb_indices", "_history_accumulator"),
 )
+DISTANCE_LFU = HookPoints("eviction policy", ("_decay_exponent",))
 HASH_MAP = HookPoints(
     "hash ZCH module",
     (
@@ -273,6 +274,7 @@ HOOK_POINTS = (
     COLLISION_WRAPPER,
     COLLISION_COLLECTION,
     ID_MAP,
+    DISTANCE_LFU,
     HASH_MAP,
     INPUT_MAPPER,
     TORCH,

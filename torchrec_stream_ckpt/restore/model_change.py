@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from torchrec_stream_ckpt.dense.dense_state import DenseState
 from torchrec_stream_ckpt.dense.entry_matching import Match
@@ -15,12 +17,14 @@ from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution, check_not_repeated, compare
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.evolve.row_maps import NewRows
 from torchrec_stream_ckpt.evolve.table_outcome import Evolution, TableOutcome
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim
 from torchrec_stream_ckpt.format.lineage import Lineage, told_to
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.model import MapShard
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
 log = logging.getLogger(__name__)
@@ -96,7 +100,12 @@ class MarkerComparison:
 
 
 def compared(
-    route: Route, schema: Schema, dense: DenseState, saved: SavedDense, changes: Changes | None
+    route: Route,
+    schema: Schema,
+    dense: DenseState,
+    saved: SavedDense,
+    changes: Changes | None,
+    shards: Sequence[Mapping[str, MapShard]],
 ) -> MarkerComparison:
     """Compare a marker with this job: tables, dense model, optimizers, buffers, objects, random state. Local.
 
@@ -106,6 +115,7 @@ def compared(
         dense: The live dense state.
         saved: The dense state of the marker.
         changes: The declared changes; None if no change is declared.
+        shards: The id maps of managed collision of each rank.
 
     Raises:
         SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
@@ -121,15 +131,21 @@ def compared(
     )
     if changes is None and same and not saved.imported:
         return MarkerComparison(None, Findings(NO_CHANGES, misfits=dense.loader.misfits(saved, None, whole=True)))
+
+    @cache
+    def new_rows(table: str, there: str) -> NewRows | None:
+        return dense.loader.new_rows(saved, shards, table, there)
+
     model, found = compare(
         replace(ModelSchema(route.schema.tables, *saved.described()), dense=there),
         replace(model_schema(schema, live), dense=here),
         changes if changes is not None else NO_CHANGES,
         made=route.lineage.changes_made(route.marker),
         imported=saved.imported_states,
+        new_rows=new_rows,
     )
     match = None
-    if model is not None and model.dense is not None and not model.already and not model.is_plain:
+    if model is not None and model.dense is not None and not model.is_plain and _is_left(model):
         match = Match.of(model.tables, model.dense)
     whole = model is not None or changes is None
     found.misfits += dense.loader.misfits(saved, match if changes is not None else None, whole=whole)
@@ -159,20 +175,26 @@ def evolved(
         ChangesError: the changes repeat earlier ones.
         UnsupportedError: a change cannot be made exactly; the error names the table.
     """
-    if model.already:
+    if not _is_left(model):
         log.info(
             "marker %s already has these changes, so nothing is changed; to apply them again, change their "
             "label and name the marker",
             route.marker,
         )
-    elif not again:
+        return None
+    if not again and not model.already:
         check_not_repeated(changes, route.lineage.changes_made(route.marker))
-    if model.already or model.is_plain:
+    if model.is_plain and not changes.reassigned:
         return None
     for outcome in model.tables.tables:
         _check_outcome(outcome, collisions, saved.collisions)
     assert model.dense is not None
     return Evolved(model, Match.of(model.tables, model.dense), ClaimChanges.of(changes.canonical()))
+
+
+def _is_left(model: ModelEvolution) -> bool:
+    """Return whether changes are left to make: all of them, or new rows for raw ids, which depend on the ranks."""
+    return not model.already or any(outcome.reassigned for outcome in model.tables.tables)
 
 
 def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
@@ -252,10 +274,10 @@ def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: fro
             table=outcome.name,
         )
     mapped = outcome.name in collisions or outcome.saved_name in saved
-    if mapped and not outcome.keeps_all_rows:
+    if mapped and not outcome.keeps_all_rows and not outcome.reassigned:
         raise UnsupportedError(
             "the rows of a table with managed collision cannot change because its id map cannot be split",
-            hint="keep its rows, or declare it dropped and added, which initializes it again",
+            hint="keep its rows, or declare it reassigned as well, which gives its raw ids new rows",
             table=outcome.name,
         )
     if outcome.saved_name in saved and outcome.name not in collisions:

@@ -8,6 +8,7 @@ every table. A restore into a changed model does not write every cell, so it end
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -32,6 +33,7 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.imported import begun_in, check_may_begin, check_no_import
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.model import MapShard
 from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
 from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.restore.apply import apply_rows, set_scalars
@@ -252,6 +254,13 @@ class Loaded:
                 "row-wise state of %s was merged from other columns and not compared with its proof",
                 ", ".join(self.merged),
             )
+        for part in done.evolved.parts if done.evolved is not None else ():
+            if part.raw_ids is not None:
+                kept, dropped = part.raw_ids
+                level = logging.WARNING if dropped else logging.INFO
+                log.log(
+                    level, "%s: %d raw ids have new rows; %d did not fit and were dropped", part.name, kept, dropped
+                )
         if done.evolved is not None and (changed := done.evolved.kept_in_part):
             log.info(
                 "rows of %s were loaded into changed tables and not compared with their proofs", ", ".join(changed)
@@ -411,7 +420,7 @@ class Session:
             CorruptionError: the dense state of the marker is damaged.
         """
         route = self._team.on_rank0(lambda: self._held(marker))
-        saved, _ = self._compare(route, None)
+        saved, _ = self._compare(route, None, ())
         return Attempt(self._team.together(lambda: self._plain(route.stay())), route, saved, None, held.seen)
 
     def _held(self, marker: MarkerId) -> Route:
@@ -518,7 +527,7 @@ class Session:
         """(all ranks) Compare a marker with this job, and plan how to read it; ``again`` as of :func:`evolved`."""
         merge = self._config.on_column_resplit == "merge"
         here = self._team.gather(self._dense.live.collisions)
-        saved, model = self._compare(route, changes)
+        saved, model = self._compare(route, changes, here)
 
         def evolve() -> Evolved | None:
             if changes is None:
@@ -531,8 +540,12 @@ class Session:
         plan = self._team.together(partial(make, merge=merge))
         return Attempt(plan, route, saved, new, SeenMarks(plan.path))
 
-    def _compare(self, route: Route, changes: Changes | None) -> tuple[SavedDense, ModelEvolution | None]:
+    def _compare(
+        self, route: Route, changes: Changes | None, shards: Sequence[Mapping[str, MapShard]]
+    ) -> tuple[SavedDense, ModelEvolution | None]:
         """(all ranks) Compare a marker with this job before anything is written; raises the same error on all ranks.
+
+        ``shards`` are the id maps of each rank.
 
         Raises:
             SchemaMismatchError, ConfigError, ChangesError: they differ; the error names all differences of all ranks.
@@ -543,7 +556,7 @@ class Session:
             saved = SavedDense(
                 route.place.dense(self._job).local(route.commit), len(route.commit.ranks), self._team.rank
             )
-            return saved, compared(route, schema, self._dense, saved, changes)
+            return saved, compared(route, schema, self._dense, saved, changes, shards)
 
         saved, mine = self._team.together(compare)
         Findings.merged(self._team.gather(mine.found)).check()

@@ -43,10 +43,10 @@ def view_of(outcome: TableOutcome, live: TableShard) -> View | None:
     if outcome.rows_kept.is_identity:
         first, rows = live.row0, min(live.row0 + live.rows, outcome.rows_kept.count) - live.row0
     else:
-        kept = outcome.rows_kept.old_within(live.row0, live.row0 + live.rows)
+        kept, ids = outcome.rows_kept.within(live.row0, live.row0 + live.rows)
         first, rows = (int(kept[0]), int(kept[-1] - kept[0]) + 1) if len(kept) else (0, 0)
         numbers = np.full(rows, -1, np.int64)
-        numbers[kept - first] = outcome.rows_kept.new_of(kept) - live.row0
+        numbers[kept - first] = ids - live.row0
     if rows <= 0:
         return None
     here = {source: position for position, source in outcome.states if source is not None}

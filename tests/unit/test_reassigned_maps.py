@@ -1,0 +1,261 @@
+"""Raw ids get new rows where no shard is a union of old ones: by hand, and what is due comes along."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from fractions import Fraction
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torchrec.modules.mc_modules import MCHEvictionPolicy, MCHManagedCollisionModule
+from torchrec.sparse.jagged_tensor import JaggedTensor
+
+from tests.hash_zch import trainable
+from tests.unit import test_hash_maps as hashed
+from tests.unit.test_evolve import SAVED, A, B, C, here
+from tests.unit.test_id_maps import LARGEST, POLICIES, ROWS, maps, profile, shards, train
+from torchrec_stream_ckpt import Changes, RowChange
+from torchrec_stream_ckpt.dense.id_maps import read_pieces
+from torchrec_stream_ckpt.dense.reassignment import new_rows, state_at
+from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
+from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.model_evolution import compare
+from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
+from torchrec_stream_ckpt.evolve.report import EvolutionReport
+from torchrec_stream_ckpt.evolve.resolve import compare_tables
+from torchrec_stream_ckpt.evolve.row_maps import NewRows, RowMap
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.model.hash_collision import first_free
+from torchrec_stream_ckpt.restore.session import Loaded
+from torchrec_stream_ckpt.util.types import Restored
+
+
+def deal(sources: list[Any], targets: list[Any], of: Callable[[list[Any]], list[Any]] = maps) -> NewRows | None:
+    """Restore by value. Each rank finds the same."""
+    pieces, live = read_pieces(of(sources))["t"], of(targets)
+    pieces = {row0: {field: value.clone() for field, value in each.items()} for row0, each in pieces.items()}
+    found = [new_rows(each, [other.shard for other in live], pieces) for each in live]
+    for each, rows in zip(live, found, strict=True):
+        if rows is not None:
+            each.write(state_at(each, rows.rows, pieces))
+    first = found[0]
+    if first is not None:
+        assert all(each is not None and np.array_equal(first.rows.pairs, each.rows.pairs) for each in found)
+    return first
+
+
+def remapped(module: Any, ids: list[int]) -> list[int]:
+    values = torch.tensor(ids, dtype=torch.int64)
+    with trainable():  # which passes lookups on to FBGEMM's own kernel
+        return (
+            module.remap({"t": JaggedTensor(values=values, lengths=torch.ones(len(ids), dtype=torch.int64))})["t"]
+            .values()
+            .tolist()
+        )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 3)])
+def test_raw_ids_are_looked_up_in_their_new_rows_and_evicted_later(
+    before: int, after: int, policy: Callable[[], MCHEvictionPolicy]
+) -> None:
+    sources, targets = shards(before, policy), shards(after, policy)
+    train(sources, 11)
+    ids = {int(each) for module in sources for each in module._mch_sorted_raw_ids if int(each) != LARGEST}
+    found = deal(sources, targets)
+    assert found is not None
+    assert found.kept + found.dropped == len(ids)
+    new_of = {}
+    for module in sources:
+        for raw_id, row in zip(
+            module._mch_sorted_raw_ids.tolist(), module._mch_remapped_ids_mapping.tolist(), strict=True
+        ):
+            if raw_id != LARGEST:
+                new_of[raw_id] = int(found.rows.new_of([row])[0])
+    assert sum(row >= 0 for row in new_of.values()) == found.kept
+    block = -(-LARGEST // after)
+    for raw_id, row in new_of.items():
+        module = targets[raw_id // block]
+        last = module._output_global_offset + module._zch_size - 1
+        assert remapped(module, [raw_id]) == [row if row >= 0 else last]
+    for module in targets:
+        assert module._current_iter == 11
+        assert sorted(module._mch_remapped_ids_mapping.tolist()) == [
+            *range(module._output_global_offset, module._output_global_offset + module._zch_size)
+        ]
+    train(targets, 6)
+    assert targets[0]._current_iter == 17
+
+
+def test_rows_whose_reset_is_due_come_along() -> None:
+    sources, targets = shards(2), shards(3)
+    train(sources, 6, evict=False)
+    rows = deal(sources, targets)
+    assert rows is not None
+    due = [row for module in sources for row in module._evicted_emb_indices.tolist()]
+    expected = sorted(row for row in rows.rows.new_of(due).tolist() if row >= 0)
+    assert sorted(row for module in targets for row in module.evict().tolist()) == expected
+    assert expected
+
+
+def test_maps_at_different_iterations_are_refused() -> None:
+    sources = shards(2)
+    train(sources, 2)
+    profile(sources[1], 3, 1, 2)
+    with pytest.raises(SchemaMismatchError, match="different values of _current_iter"):
+        deal(sources, shards(3))
+
+
+def test_unions_keep_their_state() -> None:
+    sources = shards(4)
+    train(sources, 5)
+    assert deal(sources, shards(2)) is None
+    assert deal(sources, shards(4)) is None
+
+
+def test_before_the_first_batch_there_is_no_history() -> None:
+    targets = shards(3)
+    found = deal(shards(2), targets)
+    assert found is not None
+    assert (found.kept, found.dropped) == (0, 0)
+    assert {module._input_history_buffer_size for module in targets} == {-1}
+    train(targets, 4)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_smaller_table_keeps_the_best(policy: Callable[[], MCHEvictionPolicy]) -> None:
+    sources = shards(2, policy)
+    train(sources, 11)
+    whole = MCHManagedCollisionModule(ROWS // 2, torch.device("cpu"), sources[0]._eviction_policy, 3, LARGEST)
+    found = deal(sources, [whole])
+    assert found is not None
+    assert found.kept == ROWS // 2 - 1
+    kept = set(whole._mch_sorted_raw_ids[: found.kept].tolist())
+    scores = {}
+    for module in sources:
+        last = module._mch_metadata.get("last_access_iter", torch.full((module._zch_size,), module._current_iter))
+        counts = module._mch_metadata.get("counts", torch.ones_like(last))
+        for raw_id, count, access in zip(
+            *(each.tolist() for each in (module._mch_sorted_raw_ids, counts, last)), strict=True
+        ):
+            if raw_id != LARGEST:
+                scores[raw_id] = Fraction(count, module._current_iter - access + 1)
+    assert kept == set(sorted(scores, key=lambda raw_id: (-scores[raw_id], raw_id))[: found.kept])
+
+
+# Hash ZCH.
+
+
+@pytest.mark.parametrize("load", [0.3, 0.9, 2.0])
+def test_all_probe_at_once_and_get_what_they_would_one_after_the_other(load: float) -> None:
+    random = np.random.default_rng(int(load * 10))
+    for _ in range(20):
+        size, buckets, probes = int(random.integers(1, 30)), int(random.integers(1, 4)), int(random.integers(1, 9))
+        count = int(load * size * buckets)
+        homes = random.integers(0, size, count)
+        offsets = random.integers(0, buckets, count) * size
+        owners: set[int] = set()
+        expected = []
+        for home, offset in zip(homes.tolist(), offsets.tolist(), strict=True):
+            tries = (offset + (home + each) % size for each in range(probes))
+            row = next((each for each in tries if each not in owners), -1)
+            owners.add(row)
+            expected.append(row)
+        found = first_free(homes, np.full(count, size), offsets, probes=probes, rows=size * buckets)
+        assert found.tolist() == expected
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"total_num_buckets": 6},
+        {"total_num_buckets": 6, "opt_in_prob": 50, "percent_reserved_slots": 30},
+        {"max_probe": 1},
+        {"input_hash_size": 200},
+    ],
+)
+def test_lookups_find_each_kept_raw_id_and_all_of_it_comes_along(change: dict[str, Any]) -> None:
+    sources, targets = hashed.shards(3), hashed.shards(2, **change)
+    hashed.train(sources, 5)
+    live, there = hashed.maps(sources), hashed.whole(sources)
+    owners = np.concatenate([each.owners() for each in live])
+    found = deal(sources, targets, hashed.maps)
+    assert found is not None
+    assert found.kept + found.dropped == int((owners != hashed.NO_ID).sum())
+    assert found.kept > 0
+    assert found.dropped > 0
+    parts = hashed.whole(targets)
+    old, new = found.rows.pairs
+    for before, after in zip(there, parts, strict=True):
+        assert torch.equal(before[old], after[new])
+    assert int((parts[0] != -1).sum()) == found.kept
+    for module in targets:
+        module.eval()
+        first = module._output_segments[module._start_bucket]
+        mine = (first <= new) & (new < first + module._zch_size)
+        assert remapped(module, parts[0][new[mine]].flatten().tolist()) == new[mine].tolist()
+        module.train()
+
+
+def test_resets_of_hash_zch_that_are_due_come_along() -> None:
+    sources, targets = hashed.shards(2), hashed.shards(2, total_num_buckets=6)
+    hashed.train(sources, 3)
+    with trainable(hour=2000):
+        for module in sources:
+            hashed.profile(module, 9)
+    rows = deal(sources, targets, hashed.maps)
+    assert rows is not None
+    due, expected = [], []
+    for source, target in zip(sources, targets, strict=True):
+        expected += [row for row in rows.rows.new_of(source.evict()).tolist() if row >= 0]
+        due += target.evict().tolist()
+    assert sorted(due) == sorted(expected)
+    assert due
+
+
+# The declaration.
+
+
+def test_a_declaration_that_is_not_of_a_table_with_an_id_map_is_refused_by_name() -> None:
+    def nothing(table: str, there: str) -> NewRows | None:
+        raise ChangesError("this model has no id map (managed collision) for this table")
+
+    found = Findings(Changes(reassigned=("a", "nowhere"), rows={"a": RowChange(10)}))
+    assert compare_tables(SAVED, here(A, B, C), found, new_rows=nothing) is None
+    assert found.problems == [
+        "reassigned: 'nowhere': this model has no such table",
+        "rows: 'a': marker and model both have 10 rows, but no ids are declared",
+        "reassigned: 'a': this model has no id map (managed collision) for this table",
+    ]
+
+
+def test_report_and_log_count_raw_ids_and_a_plan_without_ranks_does_not(caplog: pytest.LogCaptureFixture) -> None:
+    rows = NewRows(RowMap(3, np.array([2, 4, 9]), np.array([0, 1, 9])), 2, 5)
+    saved, model = (ModelSchema(tables.tables) for tables in (SAVED, here(A, B, C)))
+    changes = Changes(reassigned=("b",))
+    evolution, _ = compare(saved, model, changes, new_rows=lambda *_: rows)
+    assert evolution is not None
+    assert evolution.tables.swept == (1,)
+    report = EvolutionReport.of(evolution)
+    assert "table b: new rows for 2 raw ids, 5 do not fit and are dropped; exact" in list(report.lines())
+    assert report.parts[1].raw_ids == (2, 5)
+    assert report.record["parts"][1]["raw_ids"] == {"kept": 2, "dropped": 5}
+    restored = Restored(1, 2, 10, 3, 100, (), "log", 1.0, report)
+    with caplog.at_level("WARNING"):
+        Loaded(restored, (), (1,), 0, (), None).say()
+    assert [record.getMessage() for record in caplog.records] == [
+        "b: 2 raw ids have new rows; 5 did not fit and were dropped"
+    ]
+    planned, _ = compare(saved, model, changes)
+    assert planned is not None
+    assert EvolutionReport.of(planned).parts[1].change.startswith("raw ids get new rows, unless")
+    exact, _ = compare(saved, model, changes, new_rows=lambda *_: None)
+    assert exact is not None
+    assert exact.is_plain
+    made = [ClaimChanges.of(changes.canonical())]
+    again, _ = compare(saved, model, changes, made=made, new_rows=lambda *_: rows)
+    assert again is not None
+    assert again.already
+    assert again.tables.of(1).reassigned
