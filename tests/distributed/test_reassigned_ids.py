@@ -312,6 +312,23 @@ def test_a_restore_by_value_that_is_killed_is_made_again(tmp_path: Path) -> None
     check_sorted(old, warm.run(3, restore, uri, 1, build)[0], "lfu", 3)
 
 
+def _begin_elsewhere(uri: str, source: str, build: dict[str, Any]) -> Result:
+    each = collided.job(**build)
+    before = each.truth()
+    with attach(each, uri, marker_every=None) as checkpointer:
+        restored = checkpointer.warm_start(source, changes=CHANGES)
+        counted = {part.name: part.raw_ids for part in restored.evolved.parts if part.kind == "table"}
+        return Result(before, seen(each), counted, answers(each, probes()), go_on(each, checkpointer, 2))
+
+
+def test_a_job_of_its_own_begins_by_value(tmp_path: Path) -> None:
+    source, uri, build = f"file://{tmp_path / 'old'}", f"file://{tmp_path / 'new'}", CHAINS["lru"][0]
+    old = warm.run(2, begin, source, 10, build)[0]
+    new = warm.run(3, _begin_elsewhere, uri, source, build)[0]
+    assert check_sorted(old, new, "lru", 3) > 0
+    check_exact(new.last, warm.run(3, restore, uri, 0, build)[0])
+
+
 def _refused(uri: str) -> list[str]:
     wrong = (*NAMES, "nothing")
     said = restore(uri, 0, {"policy": "lru"}, changes=Changes(reassigned=wrong))
