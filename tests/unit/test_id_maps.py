@@ -24,10 +24,12 @@ LARGEST = 2**63 - 1
 POLICIES: list[Callable[[], MCHEvictionPolicy]] = [LFU_EvictionPolicy, LRU_EvictionPolicy, DistanceLFU_EvictionPolicy]
 
 
-def shards(count: int, policy: Callable[[], MCHEvictionPolicy] = LFU_EvictionPolicy) -> list[MCHManagedCollisionModule]:
+def shards(
+    count: int, policy: Callable[[], MCHEvictionPolicy] = LFU_EvictionPolicy, *, rows: int = ROWS, size: int = LARGEST
+) -> list[MCHManagedCollisionModule]:
     """The modules that ``count`` ranks would have."""
-    whole = MCHManagedCollisionModule(ROWS, torch.device("cpu"), policy(), INTERVAL, LARGEST)
-    bounds = [ROWS * rank // count for rank in range(count + 1)]
+    whole = MCHManagedCollisionModule(rows, torch.device("cpu"), policy(), INTERVAL, size)
+    bounds = [rows * rank // count for rank in range(count + 1)]
     return [whole.rebuild_with_output_id_range((bounds[rank], bounds[rank + 1]), bounds) for rank in range(count)]
 
 

@@ -12,6 +12,7 @@ import torch
 from torchrec.modules.mc_modules import MCHEvictionPolicy, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
+from tests.collided import ENDS, ranks_of
 from tests.hash_zch import trainable
 from tests.unit import test_hash_maps as hashed
 from tests.unit.test_evolve import SAVED, A, B, C, here
@@ -128,7 +129,7 @@ def test_before_the_first_batch_there_is_no_history() -> None:
 def test_a_smaller_table_keeps_the_best(policy: Callable[[], MCHEvictionPolicy]) -> None:
     sources = shards(2, policy)
     train(sources, 11)
-    whole = MCHManagedCollisionModule(ROWS // 2, torch.device("cpu"), sources[0]._eviction_policy, 3, LARGEST)
+    (whole,) = shards(1, policy, rows=ROWS // 2)
     found = deal(sources, [whole])
     assert found is not None
     assert found.kept == ROWS // 2 - 1
@@ -143,6 +144,60 @@ def test_a_smaller_table_keeps_the_best(policy: Callable[[], MCHEvictionPolicy])
             if raw_id != LARGEST:
                 scores[raw_id] = Fraction(count, module._current_iter - access + 1)
     assert kept == set(sorted(scores, key=lambda raw_id: (-scores[raw_id], raw_id))[: found.kept])
+
+
+@pytest.mark.parametrize("seed", range(4, 16))
+def test_random_raw_ids_of_all_int64_keep_what_is_theirs(seed: int) -> None:
+    """On random ranks, with tables that grow and shrink; history and rows are those of the rank that looks them up."""
+    random = np.random.default_rng(seed)
+    size, policy = int(random.choice([100, 2**40, LARGEST])), POLICIES[seed % 3]
+    sources, targets = (
+        shards(int(random.integers(1, 5)), policy, rows=int(random.integers(8, 40)), size=size) for _ in range(2)
+    )
+    pool = np.unique([*random.integers(0, 120, 20), *ENDS.tolist(), *random.integers(-(2**63), LARGEST, 20)])
+    for _ in range(8):
+        batch(sources, torch.from_numpy(random.choice(pool, 60)))
+    found = deal(sources, targets)
+    assert found is not None
+    there, here = known(sources), known(targets)
+    old, new = found.rows.pairs
+    assert (len(here), len(there)) == (found.kept, found.kept + found.dropped)
+    assert len(np.unique(new)) == len(new)
+    for raw_id, (rank, row, metadata) in here.items():
+        assert metadata == there[raw_id][2]
+        assert row in new[old == there[raw_id][1]]
+        assert ranks_of(targets[0], torch.tensor([raw_id]), len(targets)).tolist() == [rank]
+        assert remapped(targets[rank], [raw_id]) == [row]
+    assert sorted(seen(sources)) == sorted(seen(targets))
+    for _ in range(7):
+        batch(targets, torch.from_numpy(random.choice(pool, 60)))
+
+
+def batch(modules: list[MCHManagedCollisionModule], ids: torch.Tensor) -> None:
+    routes = ranks_of(modules[0], ids, len(modules))
+    for rank, module in enumerate(modules):
+        mine = ids[routes == rank]
+        module.profile({"t": JaggedTensor(values=mine, lengths=torch.tensor([len(mine)]))})
+        module.evict()
+
+
+def known(modules: list[MCHManagedCollisionModule]) -> dict[int, tuple[int, int, list[int]]]:
+    """Raw id -> rank, row, metadata."""
+    found = {}
+    for rank, module in enumerate(modules):
+        columns = (module._mch_sorted_raw_ids, module._mch_remapped_ids_mapping, *module._mch_metadata.values())
+        for raw_id, row, *metadata in zip(*(each.tolist() for each in columns), strict=True):
+            if raw_id != LARGEST:
+                found[raw_id] = (rank, row, metadata)
+    return found
+
+
+def seen(modules: list[MCHManagedCollisionModule]) -> list[int]:
+    return [
+        raw_id
+        for module in modules
+        for raw_id in module._history_accumulator[: module._current_history_buffer_offset].tolist()
+    ]
 
 
 # Hash ZCH.
@@ -197,6 +252,19 @@ def test_lookups_find_each_kept_raw_id_and_all_of_it_comes_along(change: dict[st
         mine = (first <= new) & (new < first + module._zch_size)
         assert remapped(module, parts[0][new[mine]].flatten().tolist()) == new[mine].tolist()
         module.train()
+
+
+def test_a_bucket_that_is_reserved_whole_takes_no_raw_id() -> None:
+    """FBGEMM's kernel divides by its number of other rows."""
+    sources = hashed.shards(2)
+    targets = hashed.shards(
+        1, total_num_buckets=3, output_segments=[0, 4, 24, 48], opt_in_prob=50, percent_reserved_slots=30
+    )
+    hashed.train(sources, 3)
+    assert deal(sources, targets, hashed.maps) is not None
+    ids = hashed.whole(targets)[0].flatten().tolist()
+    assert ids[:4] == [-1] * 4
+    assert {raw_id % 3 for raw_id in ids if raw_id != -1} == {1, 2}
 
 
 def test_resets_of_hash_zch_that_are_due_come_along() -> None:

@@ -180,7 +180,7 @@ class HashMap:
         (at,) = torch.where(routed)
         _, sizes, begins = module.input_mapper(raw_ids[at])
         for shard in shards:
-            mine = (shard.row0 <= begins) & (begins < shard.row0 + shard.rows)
+            mine = (shard.row0 <= begins) & (begins < shard.row0 + shard.rows) & (sizes > max(0, shard.reserved))
             if mine.any():
                 here = at[mine]
                 found = self._place(raw_ids[here], sizes[mine], begins[mine] - shard.row0, shard)
