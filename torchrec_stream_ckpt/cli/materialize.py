@@ -163,7 +163,7 @@ class _Setup:
             self.closing.push(undo.pop_all())
         self.running = made.engine
         if (rate := self.rate) is not None:
-            mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress)
+            mender = ScrubMender(objects, made.repairer, self.job.dense_of, made.progress, self.job.copied_records)
             threads = self.closing.enter_context(ThreadPoolExecutor(_SCRUB_THREADS, "scrub"))
             scrubber = Scrubber(objects, lambda: self.job.lineage, "service", mender, service.damaged, threads, rate)
             service.scrub = BackgroundScrub(scrubber, rate, service.scrubbed, service.scrub_trouble)

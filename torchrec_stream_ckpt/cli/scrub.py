@@ -36,7 +36,7 @@ from torchrec_stream_ckpt.util.service import Stopped
 from torchrec_stream_ckpt.util.units import parse_size, size
 
 _THREADS = 8
-_KINDS = ("claims", "dense", "dropped", "folds", "manifests", "segments")
+_KINDS = ("claims", "dense", "dropped", "folds", "manifests", "records", "segments")
 
 
 def scrub_store(
@@ -64,15 +64,16 @@ def scrub_store(
     """Read everything that the store holds of a job, and compare all checksums and digests.
 
     It reads each generation's CLAIM, the dense state of each marker, the records of markers given up, each base and
-    span, each manifest and interval, in the order of their names. It does not read the log (stream-ckpt verify --log
-    does). You may end or kill it at any time: the next scrub continues within some seconds of that point. With
-    --bytes-per-s R it takes the bytes of the store / R seconds. It prints one line for each damaged object, with its
-    marker, table and path. With no limit, or one of 64 MiB/s and more, several threads read in parallel; they share the
-    limit.
+    span, each manifest and interval, and the second copy of control records, in the order of their names. It does not
+    read the log (stream-ckpt verify --log does). You may end or kill it at any time: the next scrub continues within
+    some seconds of that point. With --bytes-per-s R it takes the bytes of the store / R seconds. It prints one line for
+    each damaged object, with its marker, table and path. With no limit, or one of 64 MiB/s and more, several threads
+    read in parallel; they share the limit.
 
     --repair keeps the damaged bytes below damaged/, and writes the object again. A base or a span is written from other
-    pieces of the store, an interval or a manifest from the log, dense state from the trainer's place for it. Nothing is
-    ever deleted. Exit status 1 means that a damaged object was not repaired, or that the scrub was ended early.
+    pieces of the store, an interval, a manifest or a copied control record from the log, dense state from the trainer's
+    place for it. Nothing is ever deleted. Exit status 1 means that a damaged object was not repaired, or that the scrub
+    was ended early.
     """
     rate = parse_size(bytes_per_s) if bytes_per_s is not None else None
     _check(uri, store, no_log=no_log, repair=repair)
@@ -259,6 +260,8 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
     check_same_job(named, job.lineage)
     check_named_store(job)
     objects = job.objects
+    if run.repair and (aside := ScrubMender.mend_format(objects)):
+        typer.echo(f"repaired: the store's format, of which one byte was altered; kept as {aside}", err=True)
     if not check_store(objects, mend=run.repair) or not has_job(objects, job.lineage.job):
         raise MarkerNotFoundError(
             "the store holds nothing of this job",
@@ -272,5 +275,5 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
             site = Site(job.log, objects, pool, progress.tell)
             intervals = IntervalFolder(job.log, objects, progress, InProcess(site))
             repairer = Repairer(objects, pool, intervals, progress, lambda _: None)
-            mender = ScrubMender(objects, repairer, dense_of, progress)
+            mender = ScrubMender(objects, repairer, dense_of, progress, job.copied_records)
         return run.scrub(objects, job.lineage, pool, mender)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Annotated, Any
@@ -15,6 +16,7 @@ from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
     MarkerNotFoundError,
+    StreamCkptError,
     TrimmedError,
     printable,
 )
@@ -52,15 +54,17 @@ def verify_markers(
     whose log was trimmed on purpose while the store does not serve them. Rows are compared with the proofs of markers;
     a marker with rows that differ is damaged. With --all, --verdict applies only to the newest marker, because a
     running trainer is based on it. Exit status 1 if any marker is damaged, if data had to be read around damage in the
-    store, or if the store holds a marker that the log has lost.
+    store, if the second copy of control records is damaged, or if the store holds a marker that the log has lost.
     """
     if all_markers and options.chosen is not None:
         raise ConfigError("--all verifies every marker", hint="omit MARKER or --all", marker=options.chosen)
     with options.open(warn=log_alone) as job:
-        lost = None
+        lost, copies = None, list[CorruptionError]()
         if not log_alone:
             check_named_store(job)
             lost = warn_of_loss(job, job.lost_marker)
+            with suppress(StreamCkptError):  # a store that does not answer: reading the markers reports it
+                copies = job.damaged_copies()
         said: list[Verified | MarkerVerdict | _NotRead]
         if all_markers:
             said = [*_verdicts(job, quiet=json, log_alone=log_alone)]
@@ -79,6 +83,8 @@ def verify_markers(
     else:
         for each in said:
             typer.echo(_describe(each))
+    for harmed in copies:
+        typer.echo(f"the second copy of control records is damaged: {harmed.headline}", err=True)
     if lost is not None:
         raise typer.Exit(1)
     if any(isinstance(each, MarkerVerdict) and _is_damaged(each, accept=accept_unproved) for each in said):
@@ -86,7 +92,7 @@ def verify_markers(
     for each in said:
         if isinstance(each, Verified) and each.unproved is not None and not accept_unproved:
             raise each.unproved.error(each.marker)
-    if any(isinstance(each, Verified) and each.read_around for each in said):
+    if copies or any(isinstance(each, Verified) and each.read_around for each in said):
         typer.echo("Try: stream-ckpt scrub URI --store URL --repair", err=True)
         raise typer.Exit(1)  # every row exists, but not where a trim or gc would rely on it
 

@@ -22,7 +22,9 @@ from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
 from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.records import damaged_copies
 from torchrec_stream_ckpt.util.config import StreamConfig
+from torchrec_stream_ckpt.util.layout import copied_log
 from torchrec_stream_ckpt.util.marker_names import BEST, LATEST, Alias, is_alias
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -329,6 +331,26 @@ class Job:
         """
         catalog = catalog or Catalog.load(self.objects, self.lineage.job)
         return lost_marker(catalog, self.log, self.control, self.uri)
+
+    def damaged_copies(self) -> list[CorruptionError]:
+        """Read the second copy of control records, as :func:`damaged_copies`. Raises as :meth:`lost_tail`."""
+        return damaged_copies(self.objects, self.lineage.job)
+
+    def copied_records(self, log: str, first: int, last: int) -> list[tuple[int, bytes]]:
+        """Return the records that the second copy has of a range of offsets, as :meth:`Control.copied`.
+
+        Args:
+            log: Log of the copy, as returned by :func:`copied_log`.
+            first, last: The first and the last offset.
+
+        Raises:
+            CorruptionError: it is a copy of another log; or a record is damaged.
+            PrunedError: as :meth:`Control.copied`.
+        """
+        now = self.log.incarnation()
+        if now is None or copied_log(now.id) != log:
+            raise CorruptionError("it is a copy of another log")
+        return self.control.copied(first, last)
 
     def copying(self, objects: Objects) -> Control:
         """Return the control partition for a writer; a second copy of all appended records is kept in the store."""

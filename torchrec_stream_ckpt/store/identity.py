@@ -39,7 +39,8 @@ OVERWRITES = (
 )
 """Message about a store that does not refuse a name that is taken."""
 _MAX_BYTES = 2**16
-_SAID = json.dumps({"format": FORMAT}).encode()
+SAID = json.dumps({"format": FORMAT}).encode()
+"""Content of the object with the format."""
 _AFTER_IT = (CLAIMS_DIR, MANIFESTS_DIR, FOLDS_DIR, SEGMENTS_DIR)
 """Folders whose objects are written by programs that have written the format before."""
 log = logging.getLogger(__name__)
@@ -144,7 +145,7 @@ def is_about_format(error: StreamCkptError) -> bool:
 
 def _put_format(objects: Objects) -> None:
     """Put the format. If another program was first, its format is checked."""
-    there = put_unless_taken(objects, STORE_FILE, [_SAID])
+    there = put_unless_taken(objects, STORE_FILE, [SAID])
     if there is not None:
         _check(objects, there)
 
@@ -179,9 +180,25 @@ def _check(objects: Objects, data: memoryview) -> None:
     if number > FORMAT:
         raise UnsupportedError(
             f"the store has format {number}, this version reads up to {FORMAT}",
-            hint="upgrade torchrec_stream_ckpt",
+            hint="upgrade torchrec_stream_ckpt; if no newer version was ever used, the object is damaged: write "
+            f"{SAID.decode()} to it",
             store=objects.url,
         )
+
+
+def is_flipped_format(objects: Objects) -> bool:
+    """Return whether the object with the format differs in one byte from what was written, and not in its number.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
+    if objects.size(STORE_FILE) != len(SAID):
+        return False
+    try:
+        differing = [was for was, now in zip(SAID, bytes(objects.read(STORE_FILE)), strict=True) if was != now]
+    except MissingObjectError:
+        return False
+    return len(differing) == 1 and differing[0] not in b"0123456789"
 
 
 def place_of(objects: Objects) -> str:
@@ -199,8 +216,8 @@ def place_of(objects: Objects) -> str:
 def _unreadable(url: str) -> CorruptionError:
     return CorruptionError(
         f"'{STORE_FILE}' does not state the format of the store",
-        hint=f"check the store's URL; if the object is damaged, restore it from a copy, or write {_SAID.decode()} to "
-        "it",
+        hint="check the store's URL; if the object is damaged, stream-ckpt scrub URI --store URL --repair restores it "
+        f"where one byte was altered; otherwise restore it from a copy, or write {SAID.decode()} to it",
         store=url,
         name=STORE_FILE,
     )

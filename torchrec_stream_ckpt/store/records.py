@@ -55,7 +55,7 @@ class Copied:
             StoreUnavailableError: it does not answer.
         """
         check_store(objects)
-        found = [name for name in _names(objects, job) if name.log == log]
+        found = [name for name in copy_names(objects, job) if name.log == log]
         epoch = max((name.epoch for name in found), default=0)
         newest = tuple(name for name in found if name.epoch == epoch)
         return cls(objects, job, log, epoch, newest, tuple(name for name in found if name.epoch < epoch))
@@ -105,10 +105,11 @@ def read_copy(objects: Objects, job: bytes, log: str, after: int = -1, copied: C
 
 def copied_logs(objects: Objects, job: bytes) -> list[str]:
     """Return the logs that have copies."""
-    return sorted({name.log for name in _names(objects, job)})
+    return sorted({name.log for name in copy_names(objects, job)})
 
 
-def _names(objects: Objects, job: bytes) -> list[CopyName]:
+def copy_names(objects: Objects, job: bytes) -> list[CopyName]:
+    """List all objects of a job's copies: of each log and epoch."""
     parsed = (parse_copy_name(entry.name) for entry in objects.list(f"{records_dir(job)}/"))
     return sorted(name for name in parsed if name is not None)
 
@@ -138,8 +139,56 @@ def put_copy(
     last, record = entries[-1]
     last, crc = at or (last, crc32c(record))
     name = CopyName(job, log, epoch, min(entries[0][0], last), last, crc)
-    objects.put(name.name, [part for offset, each in entries for part in (_OFFSET.pack(offset), each)])
+    objects.put(name.name, parts_of(entries))
     return name
+
+
+def parts_of(entries: Sequence[Entry]) -> list[bytes]:
+    """Return the bytes of an object with these records."""
+    return [part for offset, each in entries for part in (_OFFSET.pack(offset), each)]
+
+
+def check_copy(objects: Objects, name: CopyName) -> int:
+    """Read one object whole. Returns its bytes.
+
+    Raises:
+        CorruptionError: it is damaged.
+        MissingObjectError: it was merged into another one since it was listed.
+        StoreUnavailableError: the store does not answer.
+    """
+    data = objects.read(name.name)
+    entries = list(parse_entries(data))
+    if sum(map(len, parts_of(entries))) != len(data):
+        raise CorruptionError("a control record of the second copy has no end", name=name.name)
+    offsets = [offset for offset, _ in entries]
+    numbered = list(range(name.first, name.first + len(offsets)))  # in the first object of an epoch
+    if offsets != numbered and (
+        offsets != sorted(set(offsets)) or (offsets[0], offsets[-1]) != (name.first, name.last)
+    ):
+        raise CorruptionError("offsets of control records do not match the name of their object", name=name.name)
+    for offset, record in entries:
+        try:
+            parse_control(record, serving=True)
+        except CorruptionError as error:
+            raise CorruptionError(error.message, name=name.name, offset=offset) from None
+    return len(data)
+
+
+def damaged_copies(objects: Objects, job: bytes) -> list[CorruptionError]:
+    """Read all copies of a job's control records. Returns an error for each damaged object.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
+    found = []
+    for name in copy_names(objects, job):
+        try:
+            check_copy(objects, name)
+        except MissingObjectError:
+            continue
+        except CorruptionError as error:
+            found.append(error)
+    return found
 
 
 def parse_entries(data: Buffer) -> Iterator[Entry]:

@@ -165,6 +165,22 @@ class Control:
             + (" --commit-key-file FILE" if self.signs else ""),
         )
 
+    def copied(self, first: int, last: int) -> list[tuple[int, bytes]]:
+        """Return the records of a range of offsets that the second copy has: those that count, without snapshots.
+
+        Raises:
+            PrunedError: the control partition was shortened, so it is not known which ones counted.
+            CorruptionError: a record is damaged.
+        """
+        folded, found = Folded(), []
+        for offset, record in self.records.read(0):
+            if offset > last:
+                break
+            counts = not is_snapshot(record) and self.records.apply(folded, offset, record, spare=False)
+            if counts and offset >= first:
+                found.append((offset, record))
+        return found
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Give the second copy at most ``timeout_s`` to complete."""
         if self.copies is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+
+from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
@@ -11,7 +13,7 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.maintain.progress import Progress
@@ -19,8 +21,16 @@ from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer, Replacing
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense
-from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.util.layout import parse_dropped_name, parse_marker_object, parse_summary_name
+from torchrec_stream_ckpt.store.identity import SAID, check_store, is_flipped_format
+from torchrec_stream_ckpt.store.records import Entry, parse_entries, parts_of
+from torchrec_stream_ckpt.util.layout import (
+    STORE_FILE,
+    CopyName,
+    parse_copy_name,
+    parse_dropped_name,
+    parse_marker_object,
+    parse_summary_name,
+)
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import check_store_url
 
@@ -35,14 +45,40 @@ class ScrubMender:
         repairer: Repairs rows and the objects that name them.
         dense_of: Returns the place where the trainer has put the dense state of a marker.
         progress: Updated with the work done.
+        copied: Returns the log's control records at the offsets of an object of their second copy, from the name of
+            the log and the first and last offset, as :meth:`Job.copied_records`. None: the copy is not repaired.
     """
 
-    def __init__(self, objects: Objects, repairer: Repairer, dense_of: DenseOf, progress: Progress) -> None:
+    def __init__(
+        self,
+        objects: Objects,
+        repairer: Repairer,
+        dense_of: DenseOf,
+        progress: Progress,
+        copied: Callable[[str, int, int], Sequence[Entry]] | None = None,
+    ) -> None:
         self._objects = objects
+        self._copied = copied
         self._repairer = repairer
         self._dense_of = dense_of
         self._progress = progress
         self._compared = False
+
+    @staticmethod
+    def mend_format(objects: Objects) -> str:
+        """Put the store's format back if one byte of it was altered, and not its number.
+
+        Returns:
+            Name of the object that holds the altered bytes. Empty if nothing was put back.
+
+        Raises:
+            StoreUnavailableError: the store does not answer.
+        """
+        if not is_flipped_format(objects):
+            return ""
+        into = Replacing(objects)
+        into.put(STORE_FILE, [SAID])
+        return ", ".join(into.asides)
 
     def mend(self, lineage: Lineage, catalog: Catalog, name: str, error: CorruptionError) -> Repair:
         """Rewrite one object.
@@ -69,6 +105,8 @@ class ScrubMender:
             found = parse_marker_object(name)
             if found is not None and found.dense_file:
                 return self._dense(lineage.find(found.marker), name, found.dense_file, error)
+            if (copy := parse_copy_name(name)) is not None:
+                return self._copy(copy, error)
             if parse_dropped_name(name) is not None:
                 raise CorruptionError("no other object records why the marker was given up", name=name)
             return self._repairer.mend(lineage, catalog, name, error)
@@ -109,6 +147,35 @@ class ScrubMender:
         from_ = f"the dense state in {source.url}"
         return self._repairer.done(Repair(name, error.headline, from_, ", ".join(into.asides)))
 
+    def _copy(self, name: CopyName, error: CorruptionError) -> Repair:
+        """Write an object of the second copy again, if the records of the log are proved to be those that it had.
+
+        A log keeps its records where they were, until it is shortened. The name has the checksum of the last one. The
+        first object of an epoch has other records: those that still decided something.
+        """
+        entries, there = self._records(name), self._objects.read(name.name)
+        parts = parts_of(entries)
+        whole = {record for _, record in parse_entries(there) if _is_whole(record)}
+        if not whole <= {record for _, record in entries} or (
+            name.first < name.last and sum(map(len, parts)) != len(there)
+        ):
+            raise _unproved(name, "it had other records than the log has at these offsets")
+        into = Replacing(self._objects)
+        into.put(name.name, parts)
+        return self._repairer.done(Repair(name.name, error.headline, "the log", ", ".join(into.asides)))
+
+    def _records(self, name: CopyName) -> Sequence[Entry]:
+        """Return the log's records at the offsets of an object; raises CorruptionError if the last one is another."""
+        if self._copied is None:
+            raise _unproved(name, "this scrub does not read the control partition")
+        try:
+            entries = self._copied(name.log, name.first, name.last)
+        except CorruptionError as error:
+            raise _unproved(name, error.message) from None
+        if not entries or entries[-1][0] != name.last or crc32c(entries[-1][1]) != name.crc:
+            raise _unproved(name, f"the log has no such record at offset {name.last}")
+        return entries
+
     def _source(self, commit: Commit, name: str) -> DenseStore:
         """Find another place with the marker's dense state."""
         try:
@@ -118,6 +185,21 @@ class ScrubMender:
         except StreamCkptError as error:
             raise CorruptionError(error.message, hint=error.hint, **error.where) from None
         raise CorruptionError("no other place has this dense state", name=name)
+
+
+def _is_whole(record: bytes) -> bool:
+    try:
+        parse_control(record, serving=True)
+    except CorruptionError:
+        return False
+    return True
+
+
+def _unproved(name: CopyName, why: str) -> CorruptionError:
+    return CorruptionError(
+        f"{why}; stop the trainer, and stream-ckpt recover URI --store URL copies the control partition again",
+        name=name.name,
+    )
 
 
 def marker_of(name: str) -> MarkerId | None:

@@ -1,7 +1,7 @@
 """List all objects of a job that may be needed, in the order of their names, and read each one piece by piece.
 
 A *unit* is listed and not divided further: a CLAIM, the record that a marker was given up, a fold or a manifest with
-the segments that it names, or the dense state of a marker.
+the segments that it names, the dense state of a marker, or an object of the second copy of control records.
 
 A *part* is a segment or a dense file. Any thread may read one.
 """
@@ -22,12 +22,14 @@ from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
 from torchrec_stream_ckpt.store.reader import load_front, runs_of
+from torchrec_stream_ckpt.store.records import check_copy, copy_names
 from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary
 from torchrec_stream_ckpt.util.layout import (
     DENSE_DIR,
     DROPPED_DIR,
     GARBAGE_DIR,
     IDENTITY_FILE,
+    CopyName,
     FoldName,
     SummaryName,
     claim_name,
@@ -37,6 +39,7 @@ from torchrec_stream_ckpt.util.layout import (
     is_garbage_list,
     manifest_name,
     parse_claim_name,
+    parse_copy_name,
     parse_dropped_name,
     parse_manifest_name,
     parse_marker_object,
@@ -140,6 +143,7 @@ class ScrubReader:
         found |= {manifest_name(job, marker) for marker in catalog.markers}
         found |= {dense_name(job, marker) for marker in self._with_dense()}
         found |= {summary.name for summary in list_summaries(self._objects, job)}
+        found |= {copy.name for copy in copy_names(self._objects, job)}
         return sorted(found - self.listed())
 
     def _dropped(self) -> set[MarkerId]:
@@ -197,7 +201,7 @@ class ScrubReader:
             return False
         found = parse_marker_object(name)
         if found is None:
-            return parse_summary_name(name) is not None
+            return parse_summary_name(name) is not None or parse_copy_name(name) is not None
         if not found.dense_file and found.owner != name:
             return self._objects.size(found.owner) is None
         if found.fold is not None:
@@ -223,6 +227,8 @@ class ScrubReader:
             return self._claim(name, claim[1])
         if (summary := parse_summary_name(name)) is not None:
             return self._summary(summary)
+        if (copy := parse_copy_name(name)) is not None:
+            return self._copy(copy)
         return self._given_up(name)
 
     def part(self, name: str) -> Part | None:
@@ -289,6 +295,9 @@ class ScrubReader:
             if data != part.data and self._is_sound(each, bytes(data)):
                 raise CorruptionError("summary differs from the object that it copies", name=name.name, object=each)
             yield len(data)
+
+    def _copy(self, name: CopyName) -> Iterator[int]:
+        yield check_copy(self._objects, name)
 
     @staticmethod
     def _is_sound(name: str, data: bytes) -> bool:
