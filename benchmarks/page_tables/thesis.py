@@ -10,6 +10,7 @@ from typing import Any
 from .goals import OURS, check
 from .results import ALL, VERDICT, NotFiledError, Point, Result, Table, code, newest, three
 
+DIRECT = "ours, direct"
 SERVICE = "thesis, loading service"
 RECOVERED = ("torch.load + copy", "torch.load, mmap + copy", SERVICE)
 
@@ -31,23 +32,33 @@ def runs(page: Path) -> Table:
         if not points:
             found.append(_not_measured(result, job, page, len(head)))
         for point in points:
-            goals = [result.goal(f"{point.name}: {of} run / ours") for of in ("torch.save's", "the thesis'")]
-            less = [None if goal is None else goal["met"] for goal in goals]
-            share = result.goal(f"{point.name}: added, of what torch.save adds")
-            extra = result.facts.get(f"{point.name}: seconds added", {})
-            below = None if None in less else all(less)
-            cells = [
-                point.name.replace("every ", ""),
-                *(three(point.median(x)) if point.has(x) else "not measured" for x in ("none", "torch.save", "thesis")),
+            found += [
+                [*_run(point, own, result.facts), result.link(page, result.path.stem[11:])] for own in _logs(point)
             ]
-            cells += [
-                point.taken(OURS),
-                VERDICT[below],
-                ", ".join(three(extra[x]) if x in extra else "-" for x in ("torch.save", "thesis", OURS)),
-            ]
-            verdict = f"{share['found'].replace(' %', '%') or '-'}: {VERDICT[share['met']]}" if share else "-"
-            found.append([*cells, verdict, result.link(page, result.path.stem[11:])])
     return found
+
+
+def _logs(point: Point) -> tuple[str, ...]:
+    """Our variants of a run: with the default log first."""
+    return (DIRECT, OURS) if point.has(DIRECT) else (OURS,)
+
+
+def _run(point: Point, own: str, facts: dict[str, Any]) -> list[str]:
+    """The cells of a run and one of our logs. Verdicts are of the medians of the rounds' ratios."""
+    bases = ("torch.save", "thesis")
+    below = all(point.ratios(base, own)[0] >= 1 for base in bases) if all(map(point.has, (*bases, own))) else None
+    extra = facts.get(f"{point.name}: seconds added", {})
+    share = None
+    if own in extra and extra.get("torch.save", 0) > 0:
+        share = 100 * max(0.0, extra[own]) / extra["torch.save"]
+    return [
+        point.name.replace("every ", "") + (", buffered" if own == OURS else ""),
+        *(three(point.median(x)) if point.has(x) else "not measured" for x in ("none", *bases)),
+        point.taken(own),
+        VERDICT[below],
+        ", ".join(three(extra[x]) if x in extra else "-" for x in (*bases, own)),
+        "-" if share is None else f"{three(share)}%: {VERDICT[share <= 10]}",
+    ]
 
 
 def recoveries(page: Path) -> Table:

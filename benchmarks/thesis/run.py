@@ -12,10 +12,10 @@ rank, gloo.
 ``none``         no checkpoints
 ``torch.save``   each rank saves its tables and states and the dense state, with fsync, while training waits
 ``thesis``       the thesis' own design (``design.py`` says what it is, and where it is favored)
-``ours``         the log, one drain and one marker a checkpoint, a ring that holds a checkpoint; as with the thesis,
-                 the state that a run begins with has been sent before the clock is started (``base`` says how long
-                 that takes)
-``ours, direct`` (with ``--direct``) the same with a log that is written past the page cache
+``ours``         a buffered log, one drain and one marker a checkpoint, a ring that holds a checkpoint; as with the
+                 thesis, the state that a run begins with has been sent before the clock is started (``base`` says how
+                 long that takes)
+``ours, direct`` (with ``--direct``) the same with a log that is written past the page cache, as by default
 
 The point ``every 1, without fsync`` has all of them with no fsync at all, in the same rounds. With ``--each-step`` the
 point ``every 1, each step`` has the thesis and ours as they stream the rows of each step; in the others both drain once
@@ -220,6 +220,8 @@ def run_all(setting: Setting, folder: Path, head: str) -> tuple[dict[str, Measur
     if setting.each_step:
         variants[THESIS + STREAMED] = partial(runs.thesis, 1, streamed=True)
         variants[OURS + STREAMED] = partial(runs.ours, 1, drain_every=1)
+        if setting.direct:
+            variants[DIRECT + STREAMED] = partial(runs.ours, 1, drain_every=1, direct=True)
     runs.none()
     runs.ours(1)
     found = {"runs": take_turns(variants, setting.rounds, warm_up=0)}
@@ -256,13 +258,17 @@ def judge(report: Report, what: str, setting: Setting, found: dict[str, Measured
         report.add(point, Measured({short: runs.times[long] for long, short in here.items()}), SAVE, unit="s", scale=1)
         extra = {short: round(added(runs, long), 3) for long, short in here.items() if long not in (NONE, AGAIN)}
         report.facts[f"{point}: seconds added"] = extra
-        report.goals.append(Goal.at_least(f"{point}: torch.save's run / ours", 1, report.ratio(point, OURS)))
-        against = report.paired(point, THESIS, OURS)
-        report.goals.append(Goal.at_least(f"{point}: the thesis' run / ours", 1, against))
-        share = 100 * max(0.0, extra[OURS]) / extra[SAVE] if extra[SAVE] > 0 else None
-        report.goals.append(Goal.at_most(f"{point}: added, of what torch.save adds", 10, share, "%"))
+        for ours in own[2:]:
+            of = f"{point}: " if ours == OURS else f"{point}, direct: "
+            report.goals.append(Goal.at_least(f"{of}torch.save's run / ours", 1, report.ratio(point, ours)))
+            against = report.paired(point, THESIS, ours)
+            report.goals.append(Goal.at_least(f"{of}the thesis' run / ours", 1, against))
+            share = 100 * max(0.0, extra[ours]) / extra[SAVE] if extra[SAVE] > 0 else None
+            report.goals.append(Goal.at_most(f"{of}added, of what torch.save adds", 10, share, "%"))
     if setting.each_step:
         here = {NONE: NONE, AGAIN: AGAIN, name(SAVE, 1): SAVE, THESIS + STREAMED: THESIS, OURS + STREAMED: OURS}
+        if setting.direct:
+            here[DIRECT + STREAMED] = DIRECT
         point = f"{what}, every 1{STREAMED}"
         report.add(point, Measured({short: runs.times[long] for long, short in here.items()}), SAVE, unit="s", scale=1)
         extra = {here[long]: round(added(runs, long), 3) for long in list(here)[2:]}

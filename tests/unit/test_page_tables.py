@@ -185,7 +185,7 @@ def test_a_run_that_was_not_measured_is_not_missed(filed: Any) -> None:
     for workload in ("criteo", "synthetic"):
         found = {"points": {f"{job}, every 1": point("s", none=1, thesis=3, ours=2)}, "goals": []}
         filed("thesis", f"2026-01-01_a-box_{workload}", found)
-    row = next(row for row in thesis.runs(PAGE) if row[0] == f"{job}, 1")
+    row = next(row for row in thesis.runs(PAGE) if row[0] == f"{job}, 1, buffered")
     assert row[1:6] == ["1", "not measured", "3", "2 s (2-2)", "not measured"]
     assert [row[:2] for row in thesis.runs(PAGE)[2:3]] == [["criteo, 2 ranks", "not measured: no such point"]]
     assert ["synthetic, 1 rank", "not measured: no such goal"] in [row[:2] for row in thesis.recoveries(PAGE)]
