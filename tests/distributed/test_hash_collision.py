@@ -123,7 +123,7 @@ def test_maps_that_look_for_raw_ids_elsewhere_are_refused_before_anything_is_wri
     assert "input_hash_size is 4096 in the marker and 0 in this job" in said["hash size"]
     assert "the marker has 4 buckets of raw ids and this job 2" in said["buckets"]
     assert "begins with row 4 there and row 8 here" in said["buckets"]
-    assert "Changes(reassigned=('mc._embedding_module.one',))" in said["buckets"]
+    assert "reassigned=('mc._embedding_module.one', 'mc._embedding_module.two')" in said["buckets"]
     assert "in the marker and hash_buckets, hash_evicted, hash_hidden, hash_layout, hash_raw_ids in" in said["policy"]
     assert "use the kind of managed collision module of the job that wrote the marker" in said["kind"]
     assert "table=mc._embedding_module.one" in said["kind"]

@@ -169,7 +169,7 @@ def test_what_has_no_exact_answer_is_refused_before_anything_is_written(tmp_path
         assert "rows [0, 6) is not a union of whole maps of the marker, which has rows [0, 8)" in said
         assert "table=mc._embedding_module.one" in said
         assert "restore on 2 ranks" in said
-        assert "restore(changes=Changes(reassigned=('mc._embedding_module.one',)))" in said
+        assert "reassigned=('mc._embedding_module.one', 'mc._embedding_module.two')" in said
     said = warm.run(2, _refusals, uri)[0]
     assert "the eviction interval is 4 in the marker and 5 in this job" in said["interval"]
     assert "keeps map_counts, map_last_access_iter, " in said["policy"]

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt import Changes, RowChange
 from torchrec_stream_ckpt.dense.id_maps import read_pieces
 from torchrec_stream_ckpt.dense.reassignment import new_rows, state_at
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.findings import Findings, Misfit, NewRowsNeededError
 from torchrec_stream_ckpt.evolve.model_evolution import compare
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.evolve.report import EvolutionReport
@@ -297,6 +297,34 @@ def test_a_declaration_that_is_not_of_a_table_with_an_id_map_is_refused_by_name(
         "rows: 'a': marker and model both have 10 rows, but no ids are declared",
         "reassigned: 'a': this model has no id map (managed collision) for this table",
     ]
+
+
+def test_one_declaration_has_all_tables_whose_raw_ids_need_new_rows() -> None:
+    def needed(table: str, rows: str) -> Misfit:
+        error = NewRowsNeededError(f"the id map of rows {rows} is not a union", hint="restore on 2 ranks", table=table)
+        return Misfit.of(error)
+
+    declared = Changes(reassigned=("c",))
+    ranks = [Findings(declared, misfits=[needed(table, rows) for table in "ab"]) for rows in ("[0, 6)", "[6, 12)")]
+    found = Findings.merged(ranks)
+    with pytest.raises(SchemaMismatchError) as refused:
+        found.check()
+    said = str(refused.value)
+    assert Changes(reassigned=("c", "a", "b")).to_python() in said
+    assert "# 2 differences" in said
+    assert "[6, 12)" not in said
+    assert "to give the raw ids of 2 tables new rows" in refused.value.hint
+    found.misfits.pop()
+    with pytest.raises(SchemaMismatchError, match=r"rows \[0, 6\) is not a union") as refused:
+        found.check()
+    assert refused.value.hint == (
+        "restore on 2 ranks, or give its raw ids new rows: restore(changes=Changes(reassigned=('c', 'a')))"
+    )
+    found.differs("table 'd': only the marker has it", "dropped", "d")
+    with pytest.raises(SchemaMismatchError) as refused:
+        found.check()
+    assert Changes(dropped=("d",), reassigned=("c", "a")).to_python() in str(refused.value)
+    assert "cannot be declared" not in refused.value.hint
 
 
 def test_report_and_log_count_raw_ids_and_a_plan_without_ranks_does_not(caplog: pytest.LogCaptureFixture) -> None:

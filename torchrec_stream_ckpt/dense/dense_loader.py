@@ -83,7 +83,8 @@ class DenseLoader:
         found += self._caught(lambda: self._check_world(saved, match))
         found += self._unreadable(saved, match)
         if whole:
-            found += self._caught(lambda: self._read_id_maps(saved, match))
+            for table in dict.fromkeys(each.table for each in self._live.id_maps):
+                found += self._caught(partial(self._read_id_maps, saved, match, table))
             if not saved.imported:
                 found += self._caught(lambda: self._merged_schedules(saved, match))
             found += self._optimizers_differ(saved, match)
@@ -338,9 +339,11 @@ class DenseLoader:
             "rates and kernel iteration counts"
         )
 
-    def _read_id_maps(self, saved: SavedDense, match: Match | None) -> tuple[list[IdMap], list[State]]:
-        """Return the live maps that are restored from a marker, and their state there."""
-        come = {each.table: each.table for each in self._live.id_maps}
+    def _read_id_maps(
+        self, saved: SavedDense, match: Match | None, only: str | None = None
+    ) -> tuple[list[IdMap], list[State]]:
+        """Return the live maps that are restored from a marker, or those of one table only, and their state there."""
+        come = {each.table: each.table for each in self._live.id_maps if only in (None, each.table)}
         if match is not None and match.id_maps is not None:
             come = {table: match.id_maps[table] for table in come if table in match.id_maps}
         maps = [each for each in self._live.id_maps if each.table in come]

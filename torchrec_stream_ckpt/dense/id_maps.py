@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.evolve.findings import NewRowsNeededError
 from torchrec_stream_ckpt.model import COUNTERS, LAYOUT, NO_ID, CollisionMap, HashMap, IdMap
 
 PREFIX = "collision"
@@ -121,11 +122,10 @@ def _whole(here: CollisionMap, ranges: Sequence[tuple[int, int]]) -> list[int]:
     first, last = here.row0, here.row0 + here.rows
     edges = {edge for piece in ranges for edge in piece}
     if not {first, last} <= edges:
-        raise SchemaMismatchError(
+        raise NewRowsNeededError(
             f"the id map of rows {here.rows_text} is not a union of whole maps of the marker, which has rows "
             f"{_texts(ranges, first, last)}",
-            hint=f"restore on {len(ranges)} ranks, or on fewer ranks whose shards are unions of those row ranges, or "
-            f"{_declare(here)}",
+            hint=f"restore on {len(ranges)} ranks, or on fewer ranks whose shards are unions of those row ranges",
             table=here.table,
         )
     return [row0 for row0, end in ranges if first <= row0 and end <= last]
@@ -144,10 +144,6 @@ def _overlapping(here: HashMap, ranges: Sequence[tuple[int, int]]) -> list[int]:
             table=here.table,
         )
     return [row0 for row0, _ in found]
-
-
-def _declare(here: IdMap) -> str:
-    return f"give its raw ids new rows: restore(changes=Changes(reassigned=({here.table!r},)))"
 
 
 def _texts(ranges: Sequence[tuple[int, int]], first: int, last: int) -> str:
@@ -202,20 +198,19 @@ def _check_layout(here: HashMap, piece: State, layout: State) -> None:
     there, now = piece["hash_buckets"].tolist(), layout["hash_buckets"].tolist()
     if there != now:
         place = next((place for place, (old, new) in enumerate(zip(there, now, strict=False)) if old != new), 0)
-        raise SchemaMismatchError(
+        raise NewRowsNeededError(
             f"the marker has {len(there) - 1} buckets of raw ids and this job {len(now) - 1}; the first that differs "
             f"begins with row {there[place]} there and row {now[place]} here",
             hint="keep total_num_buckets and output_segments, because a raw id is looked for in the rows of its bucket "
-            f"only, or {_declare(here)}",
+            "only",
             table=here.table,
         )
     values = (piece["hash_layout"].tolist(), layout["hash_layout"].tolist())
     for name, old, new in zip(LAYOUT[:4], *(each[:4] for each in values), strict=True):
         if old != new:
-            raise SchemaMismatchError(
+            raise NewRowsNeededError(
                 f"{name} is {old} in the marker and {new} in this job",
-                hint="keep it, because raw ids would be looked for in other rows than those that they have, or "
-                f"{_declare(here)}",
+                hint="keep it, because raw ids would be looked for in other rows than those that they have",
                 table=here.table,
             )
 
@@ -226,10 +221,9 @@ def _merge(here: CollisionMap, pieces: Sequence[State]) -> State:
     ids = torch.cat([merged["map_raw_ids"], merged["history_ids"]])
     strangers = here.count_strangers(ids[ids != NO_ID])
     if strangers:
-        raise SchemaMismatchError(
+        raise NewRowsNeededError(
             f"{strangers} raw ids of rows {here.rows_text} belong to another rank in this job",
-            hint="keep input_hash_size, and restore on a number of ranks that splits it at the same row ranges, or "
-            f"{_declare(here)}",
+            hint="keep input_hash_size, and restore on a number of ranks that splits it at the same row ranges",
             table=here.table,
         )
     # As MCHManagedCollisionModule sorts a loaded map. This does not change a map of one piece.

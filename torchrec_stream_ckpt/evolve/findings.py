@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError, StreamCkptError
@@ -15,9 +15,13 @@ TOML_FOLLOWS = "or in a TOML file:"
 _TITLE = "the marker does not match this model:"
 
 
+class NewRowsNeededError(SchemaMismatchError):
+    """The id map of a table fits only if its raw ids get new rows (``Changes.reassigned``)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """Difference that no ``Changes`` can declare."""
+    """Difference that no ``Changes`` can declare, except for ``reassigned``."""
 
     text: str
     hint: str = ""
@@ -25,11 +29,16 @@ class Misfit:
     """Error to raise if it is the only one."""
     where: tuple[tuple[str, object], ...] = ()
     """Fields of the error, by name."""
+    reassigned: str = ""
+    """Table whose raw ids would have to get new rows. Empty for other differences."""
 
     @classmethod
     def of(cls, error: StreamCkptError) -> Misfit:
         """Make a misfit from an error that a comparison has raised."""
-        return cls(error.message, error.hint, type(error), tuple(error.where.items()))
+        where = tuple(error.where.items())
+        if isinstance(error, NewRowsNeededError):
+            return cls(error.message, error.hint, SchemaMismatchError, where, str(error.where["table"]))
+        return cls(error.message, error.hint, type(error), where)
 
     def __str__(self) -> str:
         where: dict[str, Any] = dict(self.where)
@@ -62,7 +71,10 @@ class Findings:
         merged = Findings(found[0].declared)
         merged.problems = _joined([each.problems for each in found])
         merged.differences = _joined([each.differences for each in found])
-        merged.misfits = list(dict.fromkeys(misfit for each in found for misfit in each.misfits))
+        first: dict[object, Misfit] = {}  # of a table whose raw ids need new rows, the first shard alone
+        for misfit in (misfit for each in found for misfit in each.misfits):
+            first.setdefault(misfit.reassigned or misfit, misfit)
+        merged.misfits = list(first.values())
         for each in found:
             for name, values in each.needed.items():
                 known = merged.needed.setdefault(name, [])
@@ -85,7 +97,12 @@ class Findings:
         inner = self.declared.dense
         dense = {each.name: self._more(f"dense.{each.name}", each.name, inner) for each in fields(DenseChanges)}
         top = {each.name: self._more(each.name, each.name, self.declared) for each in fields(Changes)}
+        top["reassigned"] = tuple(dict.fromkeys((*top["reassigned"], *self._need_new_rows)))
         return Changes(**(top | {"dense": DenseChanges(**dense)}))
+
+    @property
+    def _need_new_rows(self) -> list[str]:
+        return [each.reassigned for each in self.misfits if each.reassigned]
 
     def _more(self, key: str, name: str, holder: Any) -> Any:
         known, more = getattr(holder, name), self.needed.get(key, [])
@@ -110,9 +127,10 @@ class Findings:
         for name, change in accepting.rows.items():
             if change.ids is not None and unsaved(change.ids):
                 lines.append(f"  first save the ids of {name!r}, changes.rows[{name!r}].ids, as {map_file(change.ids)}")
-        lines += [PYTHON_FOLLOWS, f"changes = {accepting.to_python()}", TOML_FOLLOWS, accepting.to_toml().rstrip()]
+        lines += _declaration(accepting)
         lines.append(f"# {len(self.differences) + len(self.misfits)} differences")
-        rest = f", and correct the {len(self.misfits)} that cannot be declared" if self.misfits else ""
+        others = len(self.misfits) - len(self._need_new_rows)
+        rest = f", and correct the {others} that cannot be declared" if others else ""
         raise SchemaMismatchError(
             "\n".join(lines),
             hint=f"use the right log or the right model, or declare the changes as above if they are intended{rest}",
@@ -120,16 +138,32 @@ class Findings:
         )
 
     def _check_misfits(self, **where: object) -> None:
+        tables = self._need_new_rows
         if len(self.misfits) == 1:
             (one,) = self.misfits
-            raise one.error(one.text, hint=one.hint, **{**where, **dict(one.where)})
+            more = ""
+            if tables:
+                declared = f"reassigned={self.accepting().reassigned!r}"
+                more = f", or give its raw ids new rows: restore(changes=Changes({declared}))"
+                if not replace(self.declared, reassigned=()).is_empty:
+                    more = f", or give its raw ids new rows: add {declared} to the changes"
+            raise one.error(one.text, hint=one.hint + more, **{**where, **dict(one.where)})
         if self.misfits:
-            lines = [_TITLE, *(f"  {each}" for each in self.misfits), f"# {len(self.misfits)} differences"]
-            raise SchemaMismatchError(
-                "\n".join(lines),
-                hint="correct these differences, or restore with the job that wrote the marker",
-                **where,
-            )
+            lines = [_TITLE, *(f"  {each}" for each in self.misfits)]
+            hint = "correct these differences, or restore with the job that wrote the marker"
+            if tables:
+                lines += _declaration(self.accepting())
+                hint += f", or declare the changes as above to give the raw ids of {_tables(len(tables))} new rows"
+            lines.append(f"# {len(self.misfits)} differences")
+            raise SchemaMismatchError("\n".join(lines), hint=hint, **where)
+
+
+def _declaration(changes: Changes) -> list[str]:
+    return [PYTHON_FOLLOWS, f"changes = {changes.to_python()}", TOML_FOLLOWS, changes.to_toml().rstrip()]
+
+
+def _tables(count: int) -> str:
+    return "one table" if count == 1 else f"{count} tables"
 
 
 def _joined(said: Sequence[Sequence[str]]) -> list[str]:
