@@ -142,8 +142,8 @@ def test_how_old_a_served_row_is() -> None:
         (found,) = re.findall(pattern, text)
         check([each.replace(",", "") for each in ([found] if isinstance(found, str) else found)], values)
     goals = [goal["met"] for goal in result.found["goals"] if "age" in goal["what"]]
-    assert goals.count(False) == 3
-    assert len(goals) == 4
+    assert goals.count(False) == 6
+    assert len(goals) == 8
 
 
 def test_pictures_are_of_the_newest_results() -> None:
