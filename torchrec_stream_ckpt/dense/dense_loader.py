@@ -83,8 +83,7 @@ class DenseLoader:
         found += self._caught(lambda: self._check_world(saved, match))
         found += self._unreadable(saved, match)
         if whole:
-            for table in dict.fromkeys(each.table for each in self._live.id_maps):
-                found += self._caught(partial(self._read_id_maps, saved, match, table))
+            found += self._id_maps_differ(saved, match)
             if not saved.imported:
                 found += self._caught(lambda: self._merged_schedules(saved, match))
             found += self._optimizers_differ(saved, match)
@@ -338,6 +337,14 @@ class DenseLoader:
             "the marker was imported: this job keeps its own random state, stateful objects, param groups, learning "
             "rates and kernel iteration counts"
         )
+
+    def _id_maps_differ(self, saved: SavedDense, match: Match | None) -> list[Misfit]:
+        """Compare all id maps in one read. Only if some do not fit, read them table by table, to name each of these."""
+        if not self._caught(partial(self._read_id_maps, saved, match)):
+            return []
+        tables = dict.fromkeys(each.table for each in self._live.id_maps)
+        found = [self._caught(partial(self._read_id_maps, saved, match, table)) for table in tables]
+        return [misfit for each in found for misfit in each]
 
     def _read_id_maps(
         self, saved: SavedDense, match: Match | None, only: str | None = None
