@@ -31,6 +31,7 @@ from torchrec_stream_ckpt.extras.follower.replica import Gate
 from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.extras.follower.tables import weights_of
 from torchrec_stream_ckpt.extras.follower.updates import Changed
+from torchrec_stream_ckpt.format.frame import Kind, parse_header
 from torchrec_stream_ckpt.inner import Plane
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -62,6 +63,28 @@ def test_tables_are_those_of_the_marker_they_say(job: Job, tables: FollowedTable
         assert held(tables) == weights_at(job, update.marker)
         job.touch()
         job.commit()
+
+
+def test_tables_in_memory_take_all_versions_of_a_row_and_others_the_newest(
+    job: Job, tables: FollowedTables, tmp_path: Path
+) -> None:
+    with follow(f"file://{job.root}", scratch=tmp_path) as other:
+        for update in other.updates(0):
+            list(update.changes())
+        tables.advance()
+        before = tables.stats.rows, other.stats.rows
+        known = [len(stream.frames) for stream in job.streams]
+        job.touch(20)
+        marker = job.commit()
+        new = [each for stream, count in zip(job.streams, known, strict=True) for each in stream.frames[count:]]
+        sent = sum(header.rows for header in map(parse_header, new) if header.kind is Kind.ROWS)
+        tables.advance()
+        ids = {
+            (each.table.name, int(row)) for update in other.updates(0) for each in update.changes() for row in each.ids
+        }
+        assert tables.stats.rows - before[0] == sent
+        assert other.stats.rows - before[1] == len(ids) < sent
+        assert held(tables) == weights_at(job, marker.id)
 
 
 def test_blocks_of_rows_make_up_the_table(job: Job, tmp_path: Path) -> None:

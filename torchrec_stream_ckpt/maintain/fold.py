@@ -204,7 +204,7 @@ class IntervalFrames:
         self._given = shards
 
     def __iter__(self) -> Iterator[tuple[Header, memoryview, RowsView | None]]:
-        """Yield header, payload and rows of each frame, valid until the next one is requested; None if it has no rows.
+        """Yield header, payload and rows of each frame, which the caller may keep; None if it has no rows.
 
         Raises:
             CorruptionError: the log is damaged, incomplete, or of another job or schema; names the place.

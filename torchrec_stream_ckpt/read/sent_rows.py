@@ -16,8 +16,8 @@ from torchrec_stream_ckpt.maintain.fold import IntervalFrames
 from torchrec_stream_ckpt.proofs.seen_marks import RankReport
 from torchrec_stream_ckpt.proofs.weights import WeightProof
 
-HELD_BYTES = 64 * 2**20
-"""Most bytes of frames that are held in memory."""
+HELD_BYTES = 256 * 2**20
+"""Most bytes of frames that are held in memory. Of a file log they are its pages, not copies of them."""
 
 _Frame = tuple[Header, RowsView]
 
@@ -44,6 +44,8 @@ class SentRows:
         self._log = log
         self._route = route
         self._between = between
+        self.repeats = False
+        """True if :meth:`sent` yields a row as often as it was sent."""
         self._reports: dict[int, RankReport] = {}
         """Report of each rank at the marker, without its shards."""
         self._held: list[_Frame] = []
@@ -54,7 +56,7 @@ class SentRows:
         for header, view in self._frames(self.id_events):
             held_bytes += header.payload_len
             if held_bytes <= HELD_BYTES:
-                self._held.append((header, _copied(view)))
+                self._held.append((header, view))
             else:
                 self._held.clear()
         self._is_held = held_bytes <= HELD_BYTES
@@ -78,14 +80,13 @@ class SentRows:
     def sent(self, tables: Collection[int]) -> Iterator[_Frame]:
         """Yield frames of some tables, oldest first.
 
-        Within :data:`HELD_BYTES` of frames, each row is yielded once, in its newest version. If a table was sent whole
-        later, rows of older generations are left out. The arrays are valid until the next ones are requested.
+        Within :data:`HELD_BYTES` of frames, each row is yielded once, in its newest version, unless :attr:`repeats` is
+        set. If a table was sent whole later, rows of older generations are left out.
         """
         bases = {table: self._route.bases.get(table, 0) for table in tables}
         for batch in self._batches():
-            yield from newest(
-                [(header, view) for header, view in batch if header.generation >= bases.get(header.table, 2**63)]
-            )
+            wanted = [(header, view) for header, view in batch if header.generation >= bases.get(header.table, 2**63)]
+            yield from wanted if self.repeats else newest(wanted)
 
     def _batches(self) -> Iterator[Sequence[_Frame]]:
         if self._is_held:
@@ -97,12 +98,12 @@ class SentRows:
             if num_bytes + header.payload_len > HELD_BYTES:
                 yield batch
                 batch, num_bytes = [], 0
-            batch.append((header, _copied(view)))
+            batch.append((header, view))
             num_bytes += header.payload_len
         yield batch
 
     def _frames(self, events: list[tuple[Header, IdEvents]] | None = None) -> Iterator[_Frame]:
-        """Yield frames with rows, after they were checked. They are valid until the next one is requested.
+        """Yield frames with rows, after they were checked.
 
         Args:
             events: Gets the id events of the frames without rows; None if they are not wanted.
@@ -141,7 +142,3 @@ def newest(frames: Sequence[_Frame]) -> Iterator[_Frame]:
             yield header, view
         elif chosen.any():
             yield header, RowsView(view.ids[chosen], view.weights[chosen], tuple(each[chosen] for each in view.states))
-
-
-def _copied(view: RowsView) -> RowsView:
-    return RowsView(view.ids.copy(), view.weights.copy(), tuple(state.copy() for state in view.states))

@@ -111,6 +111,8 @@ class FollowedJob:
         """Waits for news of the log."""
         self.between: Callable[[], None] = lambda: None
         """Called after each frame that is read, and after each look at the control partition."""
+        self.repeats = False
+        """True if the log may hand out older versions of a row before the newest one."""
         self._incarnation: str | None = None
         """Id of the incarnation of the followed log; None before the log exists."""
         self._globs = tuple(tables)
@@ -229,6 +231,7 @@ class FollowedJob:
         if not stored:
             logged = MarkerRows.from_log(self.job.log, lineage, commit.id, start, self.between)
             knows_ids = start.generation == commit.generation and lineage.claims[commit.generation].has_id_events
+            logged.repeats = self.repeats
             yield Delivered(partial(self.sent, logged), logged.proof, ids=logged.id_events if knows_ids else None)
             return
         with self._open(lineage, commit, self.objects(commit), start) as rows:

@@ -112,6 +112,9 @@ class FollowedTables(Replica):
         self._into = dict(into) if into is not None else None
         self._shard = shard
         self._device = torch.device(device)
+        places = [each.device for each in self._into.values()] if self._into is not None else [self._device]
+        if all(each.type == "cpu" for each in places):
+            follower.take_repeats()
         self._tensors: dict[str, torch.Tensor] = {}
         self._planes: dict[str, Plane] = {}
         self._schema: Schema | None = None

@@ -220,15 +220,14 @@ class Tail:
     def _decode(self, header: Header, frame: memoryview) -> RowsView | IdEvents | None:
         payload = payload_of(header, frame)
         if header.kind is Kind.IDS:
-            return decode_events(header, memoryview(bytes(payload)), self._claim.schema.tables)
+            return decode_events(header, payload, self._claim.schema.tables)
         if header.kind is Kind.PAD:
             check_pad(header, payload)
         if header.kind is not Kind.ROWS:
             return None
         if header.table >= len(self._claim.schema.tables):
             raise _OutOfOrderError(f"table number {header.table} is not in the schema", **header.place())
-        # A copy: a frame is valid only until the next one is read.
-        return decode_rows(header, memoryview(bytes(payload)), self._claim.schema.tables[header.table])
+        return decode_rows(header, payload, self._claim.schema.tables[header.table])
 
     def _check(self, header: Header, seq: int, chain: int) -> None:
         claim = self._claim
