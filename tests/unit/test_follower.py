@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,6 +39,9 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
     StreamLostError,
 )
+from torchrec_stream_ckpt.extras.follower import tail
+from torchrec_stream_ckpt.extras.follower.core import FollowMode
+from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control, Log, open_store
 from torchrec_stream_ckpt.log import watch
@@ -260,6 +264,55 @@ def test_news_wakes_a_follower_and_where_events_do_not_reach_it_polls(
     else:
         assert idle > 3
         assert follower.stats.wakeups == 0
+
+
+@pytest.mark.parametrize("mode", ["markers", "rows"])
+@pytest.mark.parametrize("local", [True, False])
+def test_between_an_update_and_the_next_news_nobody_looks(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: FollowMode, local: bool
+) -> None:
+    monkeypatch.setattr(watch, "is_local", lambda _: local)
+    job.commit()
+    events: list[str] = []
+
+    def noted(name: str, kind: type, method: str) -> None:
+        real = getattr(kind, method)
+
+        def call(*arguments: Any) -> Any:
+            events.append(name)
+            return real(*arguments)
+
+        monkeypatch.setattr(kind, method, call)
+
+    noted("look", FollowedJob, "look")
+    noted("wait", watch.FolderWatch, "wait")
+    noted("wait", watch.Polled, "wait")
+    with follow(f"file://{job.root}", mode=mode, scratch=tmp_path, poll_s=0.02) as follower:
+        for update in follower.updates(60):
+            events.append(update.kind)
+            if events.count(MARKER) == 3:
+                break
+            if update.kind in (LOAD, MARKER):
+                job.touch()
+                job.commit()
+    following = [after for before, after in itertools.pairwise(events) if before in (ROWS, MARKER)]
+    assert set(following) <= ({"wait", ROWS, MARKER} if local else {"look", ROWS, MARKER})
+    assert ("wait" if local else "look") in following
+
+
+def test_rows_that_one_update_does_not_hold_are_looked_for_at_once(
+    job: Job, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tail, "BATCH_BYTES", 1)
+    job.commit()
+    with following(job, tmp_path, "rows") as replica:
+        replica.catch_up()
+        assert list(replica.follower.updates(0.2)) == []
+        job.touch()
+        wakeups = replica.follower.stats.wakeups
+        came = [update.kind for update in replica.follower.updates(0.2) if not replica.put(update)]
+        assert came == [ROWS] * 3  # a frame of each rank
+        assert replica.follower.stats.wakeups <= wakeups + 2
 
 
 def test_a_follower_that_waits_for_news_is_stopped_at_once(job: Job, tmp_path: Path) -> None:

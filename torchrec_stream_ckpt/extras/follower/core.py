@@ -228,7 +228,8 @@ class Follower:
                 answers = False
             if found:
                 idle, came = time.monotonic(), True
-                continue
+                if once or until_closed or timeout_s == 0 or not self._has_all(update.kind):
+                    continue
             if once and came:
                 return
             if timeout_s is not None and time.monotonic() - idle >= timeout_s:
@@ -240,6 +241,12 @@ class Follower:
                 self._await_news(left_s)
             else:
                 self._stop.wait(self._poll_s)
+
+    def _has_all(self, last: UpdateKind) -> bool:
+        """Return whether after an update of this kind only new data of the log, which it reports, leads to another."""
+        is_level = self._is_whole and self._at is not None and self._at.id == self.stats.newest
+        is_last = last in (UpdateKind.ROWS, UpdateKind.MARKER) and (self._tail is None or not self._tail.has_more)
+        return is_level and is_last and self._source.watch.by != "poll"
 
     def _await_news(self, most_s: float) -> None:
         """Wait until the log may have something new, for at most ``most_s``."""

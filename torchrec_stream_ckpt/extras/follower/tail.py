@@ -62,6 +62,8 @@ class Tail:
         self._given: dict[tuple[int, int, int], tuple[int, npt.NDArray[np.int64]]] = {}
         """Rows that were read and not taken, some of which may have been applied: (table, ids) by rank, seq and
         header_crc of their frame."""
+        self.has_more = False
+        """True if the log had more rows than the last :meth:`read` has handed out."""
         self.is_undone = False
         """True if the rows that it has handed out are being undone: some may already have the marker's values."""
 
@@ -129,7 +131,7 @@ class Tail:
             CorruptionError: frames are out of order, or of another schema.
             LogUnavailableError: the log does not answer.
         """
-        self._pending, self._offsets = [], {}
+        self._pending, self._offsets, self.has_more = [], {}, False
         partitions = {stream.partition for stream in self._streams.values()}
         ends = self._log.ends(self._claim.generation, partitions)
         for partition in sorted(partitions):
@@ -201,6 +203,7 @@ class Tail:
                 taken += len(frame)
                 self._between()
                 if taken >= BATCH_BYTES:
+                    self.has_more = True
                     break
         except _OutOfOrderError:
             raise
