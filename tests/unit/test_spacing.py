@@ -64,6 +64,30 @@ def test_seconds_are_steps_at_the_last_pace_and_none_too_many() -> None:
     assert [spacing.steps_in(seconds) for seconds in (0.01, 0.1001, 0.55, 1e30)] == [1, 1, 5, NEVER]
 
 
+@pytest.mark.parametrize("step_s", [0.003, 0.007, 0.025, 0.04])
+def test_a_marker_by_seconds_is_cut_at_the_first_boundary_after_them(step_s: float) -> None:
+    """A vote at each boundary is read at the next one."""
+    clock, every_s = Clock(), 0.5
+    spacing, step, cuts, wanted, last_s = Spacing(alone=True, clock=clock), 0, [], False, clock.now_s
+    while len(cuts) < 20:
+        if wanted:
+            cuts.append(clock.now_s - last_s)
+            last_s = clock.now_s
+        spacing.voting(step)
+        wanted = spacing.is_last_before(every_s - (clock.now_s - last_s), 0.1 * every_s)
+        step, clock.now_s = step + 1, clock.now_s + step_s
+    assert all(every_s - 1e-6 <= each <= every_s + step_s + 1e-6 for each in cuts)
+
+
+def test_a_step_that_was_slow_makes_no_marker_early() -> None:
+    spacing = paced(60.0)
+    assert [spacing.is_last_before(seconds, 3.0) for seconds in (30.0, 3.1, 2.9, 0.0, -1.0)] == [
+        False,
+        False,
+        *[True] * 3,
+    ]
+
+
 def test_event_time_is_steps_at_the_pace_of_the_watermark() -> None:
     rank = EventTime(100.0)
     assert rank.steps_to_go(1) == 1  # nobody has said the time

@@ -50,6 +50,15 @@ class Spacing:
         """Return the steps that end before ``seconds`` have passed, at the pace since the last vote. At least 1."""
         return max(1, int(min(seconds / self._step_s, NEVER)))
 
+    def is_last_before(self, seconds: float, most_s: float) -> bool:
+        """Return whether no step ends before ``seconds`` have passed, at the pace since the last vote.
+
+        Args:
+            seconds: The time from now on.
+            most_s: Longest time for which that pace counts: one slow step says little about the next one.
+        """
+        return seconds <= min(self._step_s, most_s)
+
     def poll(self) -> int:
         """Return 1, 2, 4...
 

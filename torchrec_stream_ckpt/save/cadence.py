@@ -33,6 +33,9 @@ from torchrec_stream_ckpt.ranks.liveness import Liveness
 from torchrec_stream_ckpt.ranks.vote_interval import NEVER, Spacing
 from torchrec_stream_ckpt.save.event_time import EventTime
 
+_EARLY = 0.1
+"""Share of the interval by which a marker by seconds may come early, if the step before it is shorter than expected."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepVote:
@@ -127,7 +130,7 @@ class Cadence:
         # Rank 0's clock decides by seconds; all ranks know the steps.
         left_s = self._every_s - (time.monotonic() - self._last_cut_s) if self._every_s is not None else 0.0
         to_go = self._affordable() if self._affordable is not None else 0
-        wanted = self._due or (self._every_s is not None and (left_s <= 0 or self._rank != 0))
+        wanted = self._due or (self._every_s is not None and (self._is_due_next(left_s) or self._rank != 0))
         wanted = wanted or (self._affordable is not None and to_go == 0)
         soon = self._soon(left_s, polls=not vote.settled or not vote.calm or (wanted and not vote.ready))
         later = max(to_go, self.events.steps_to_go(step) if self.events.counts else 0)
@@ -140,6 +143,11 @@ class Cadence:
         with self._naming():
             # A single C call starts the collective and stores it: no signal handler runs in between.
             self.works.extend(map(self._group.allreduce, [[self._flags]], [dist.ReduceOp.MIN]))
+
+    def _is_due_next(self, left_s: float) -> bool:
+        """Return whether a marker by seconds is due at the next boundary, where the result of this vote is read."""
+        assert self._every_s is not None
+        return self._spacing.is_last_before(left_s, _EARLY * self._every_s)
 
     def _soon(self, left_s: float, *, polls: bool) -> int:
         """Return the number of steps after which this rank needs the next vote.

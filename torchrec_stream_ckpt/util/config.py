@@ -50,9 +50,10 @@ class StreamConfig:
     marker_every_s: Annotated[
         float | None, Spec("SECONDS", "also a marker after this many seconds", above=0, alike=True)
     ] = None
-    """Cut a marker when this many seconds have passed since the last one, by rank 0's clock. None disables markers by
-    time. With several ranks, a marker may be cut a second or 32 steps later if the steps become slower
-    (docs/training_loop.md)."""
+    """Cut a marker at the first step boundary at which this many seconds have passed since the last one, by rank 0's
+    clock; up to a tenth earlier if that step was shorter than the one before. None disables markers by time. With
+    several ranks, a marker may be cut a second or 32 steps later if the steps become slower (docs/training_loop.md).
+    """
     marker_every_event_s: Annotated[float | None, Spec(above=0, alike=True)] = None
     """Cut a marker once all ranks have trained a further interval of this many seconds of *event time*, which is the
     time passed to ``step(event_s=...)``. Intervals begin at multiples of it, in Unix time. None disables markers by
