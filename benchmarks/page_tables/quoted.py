@@ -8,7 +8,7 @@ from pathlib import Path
 
 from quotations import quoted
 
-from .results import Table, newest, three
+from .results import Point, Table, newest, three
 
 EVERY = (1, 2, 3)
 BATCH = 2048
@@ -85,7 +85,13 @@ def thesis_recovered(page: Path) -> Table:
 
 def recoveries() -> Iterator[tuple[str, str, float, float]]:
     """(job, ranks, milliseconds of ``torch.load``, of ours from a store), warm."""
+    for point in recovered():
+        job, ranks, _ = point.name.split(", ")
+        yield job, ranks, point.median("torch.load"), point.median("ours, store")
+
+
+def recovered() -> Iterator[Point]:
+    """Points of the filed recoveries with a warm page cache."""
     for job in ("synthetic", "criteo"):
         for ranks in ("1 rank", "2 ranks"):
-            point = newest("thesis", job).point(f"{job}, {ranks}, recovery")
-            yield job, ranks, point.median("torch.load"), point.median("ours, store")
+            yield newest("thesis", job).point(f"{job}, {ranks}, recovery")

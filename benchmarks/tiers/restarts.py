@@ -4,8 +4,8 @@
         [--out FILE.json]
 
 An epoch has ``--steps`` steps and ends with a checkpoint. In the middle of the epoch after every 10th one all ranks get
-SIGKILL, and the job goes on by itself from what it has saved. Before the kill they wait for ``--pause_s``: an epoch
-there takes minutes, so that a checkpoint has long been copied when an error comes.
+SIGKILL, and the job goes on by itself from what it has saved. Before the kill they wait for ``--pause_s``, as if
+epochs were long, so that a checkpoint has been copied when an error comes.
 
 ``torch.save``     cold: each rank has saved its tables and the dense state at the end of each epoch, while training
                    waited. New processes load the newest save that all ranks have
