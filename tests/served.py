@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.ao.quantization import PlaceholderObserver, QConfig
@@ -64,6 +66,25 @@ class SmallValues:
             super().put_rows(*args)  # type: ignore[misc]
         finally:
             self.random = kept
+
+
+def refusals(cases: Iterable[tuple[str, nn.Module, str]], named: Mapping[str, str]) -> list[Any]:
+    """Parameters of a test: modules that a ``FollowedModel`` refuses, and what it says.
+
+    Args:
+        cases: Name, module, and a pattern of the error.
+        named: Names of cases for docs/coverage.md. The others have no cell there.
+    """
+    found = []
+    for name, module, said in cases:
+        marks = []
+        if name in named:
+            why = f"`{said.partition('.*')[0].rpartition(': ')[2]}`"
+            marks.append(
+                pytest.mark.covers(module=f"served by a FollowedModel: {named[name]}", outcome="refused", why=why)
+            )
+        found.append(pytest.param(module, said, id=name, marks=marks))
+    return found
 
 
 def collection(kind: str, weights: dict[str, torch.Tensor]) -> nn.Module:

@@ -21,7 +21,7 @@ from tests.builders import JOB
 from tests.evolved import EvolvingJob
 from tests.followers import lose_frames, wait_for
 from tests.parts import Policy, UpdateKind
-from tests.served import WIDTHS, SmallValues, all_rows, bits, collection, quantized
+from tests.served import WIDTHS, SmallValues, all_rows, bits, collection, quantized, refusals
 from tests.stores import fold
 from torchrec_stream_ckpt import FollowedModel, follow
 from torchrec_stream_ckpt.errors import (
@@ -308,16 +308,7 @@ REFUSED = {
 """Names of cases for docs/coverage.md."""
 
 
-def _marks(name: str, said: str) -> list[pytest.MarkDecorator]:
-    if name not in REFUSED:
-        return []
-    why = f"`{said.partition('.*')[0]}`"
-    return [pytest.mark.covers(module=f"served by a FollowedModel: {REFUSED[name]}", outcome="refused", why=why)]
-
-
-@pytest.mark.parametrize(
-    ("module", "said"), [pytest.param(*each, id=name, marks=_marks(name, each[1])) for name, *each in _cases()]
-)
+@pytest.mark.parametrize(("module", "said"), refusals(_cases(), REFUSED))
 def test_what_cannot_be_followed_is_refused_by_name_when_it_is_made(
     tmp_path: Path, module: nn.Module, said: str
 ) -> None:

@@ -22,7 +22,7 @@ from tests import builders
 from tests.followers import lose_frames, wait_for
 from tests.mapped_job import ONE, PLAIN, TWO, MappedJob
 from tests.parts import Policy, UpdateKind
-from tests.served import WIDTHS, SmallValues, bits, collection, collision, quantize_parts
+from tests.served import WIDTHS, SmallValues, bits, collection, collision, quantize_parts, refusals
 from tests.stores import fold
 from torchrec_stream_ckpt import FollowedModel, follow
 from torchrec_stream_ckpt.errors import (
@@ -366,16 +366,7 @@ REFUSED = {
 """Names of cases for docs/coverage.md."""
 
 
-def _marks(name: str, said: str) -> list[pytest.MarkDecorator]:
-    if name not in REFUSED:
-        return []
-    why = f"`{said.partition('.*')[0].rpartition(': ')[2]}`"
-    return [pytest.mark.covers(module=f"served by a FollowedModel: {REFUSED[name]}", outcome="refused", why=why)]
-
-
-@pytest.mark.parametrize(
-    ("module", "said"), [pytest.param(*each, id=name, marks=_marks(name, each[1])) for name, *each in _cases()]
-)
+@pytest.mark.parametrize(("module", "said"), refusals(_cases(), REFUSED))
 def test_a_map_that_cannot_be_followed_is_refused_by_name_when_it_is_made(
     tmp_path: Path, module: nn.Module, said: str
 ) -> None:
