@@ -8,8 +8,10 @@ import pty
 import subprocess
 import sys
 import threading
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -17,7 +19,7 @@ from typer.testing import CliRunner
 from tests.builders import claim, commit, end
 from tests.parts import FileLog, app
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changed_elsewhere
+from torchrec_stream_ckpt.format.claim_changes import KEPT, ClaimChanges, changed_elsewhere
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, HEADER_LEN, json_frame
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.inner import Control
@@ -27,8 +29,6 @@ from torchrec_stream_ckpt.util.types import MarkerId
 @pytest.fixture
 def uri(tmp_path: Path) -> str:
     """A job, restarted from its second marker, and once more from its first: a branch."""
-    log = FileLog(tmp_path)
-    log.prepare(1)
     records = [
         claim(1),
         commit(1, 1),
@@ -38,10 +38,17 @@ def uri(tmp_path: Path) -> str:
         claim(3, parent=MarkerId(1, 1), world=2),
         commit(3, 2),
     ]
+    write(tmp_path, records)
+    return f"file://{tmp_path}"
+
+
+def write(folder: Path, records: Iterable[Any]) -> None:
+    """A log with these control records."""
+    log = FileLog(folder)
+    log.prepare(1)
     for record in records:
         log.append_control(record.to_frame())
     log.close()
-    return f"file://{tmp_path}"
 
 
 def run(*arguments: str) -> str:
@@ -183,26 +190,45 @@ def test_a_log_that_no_trainer_opened_cannot_be_fenced(tmp_path: Path) -> None:
 
 def test_a_change_of_the_dense_model_alone_is_named_in_the_tree_and_by_show(tmp_path: Path) -> None:
     changed = canonical({"dense": {"fresh": ["top.0.bias"], "reshaped": ["a", "b"]}, "stateful_added": ["ema"]})
-    log = FileLog(tmp_path)
-    log.prepare(1)
-    on = MarkerId(1, 1)
-    second = replace(claim(2, parent=on), changes=ClaimChanges.of(changed), version=CHANGED_VERSION)
-    for record in (claim(1), commit(1, 1), second, commit(2, 2)):
-        log.append_control(record.to_frame())
-    log.close()
+    second = replace(claim(2, parent=MarkerId(1, 1)), changes=ClaimChanges.of(changed), version=CHANGED_VERSION)
+    write(tmp_path, [claim(1), commit(1, 1), second, commit(2, 2)])
     said = "dense, 1 fresh, 2 reshaped; stateful, 1 added"
     assert f"the model changed: {said}" in run("list", f"file://{tmp_path}", "--tree")
     assert f"generation 2 changed the model of 1:1: {said}" in run("show", f"file://{tmp_path}", "2:2")
     assert changed_elsewhere(None) == changed_elsewhere(ClaimChanges.of(b"[[[")) == "not its tables"
 
 
+@pytest.mark.parametrize(
+    ("more", "earlier", "changed"),
+    [
+        ({}, None, ""),
+        ({"label": "again"}, None, ""),
+        ({"stateful_added": ["ema"]}, None, "stateful, 1 added"),
+        ({}, {"dense": {"fresh": ["a"]}}, "dense, 1 fresh"),  # after a loss of the log
+        ({"stateful_added": ["long" * 5000]}, None, "not its tables"),  # the CLAIM has its digest alone
+    ],
+)
+def test_a_declaration_that_had_no_effect_is_not_called_a_change(
+    tmp_path: Path, more: dict[str, Any], earlier: dict[str, Any] | None, changed: str
+) -> None:
+    """Of ``reassigned`` where each shard is a union of old ones: the tables go on."""
+    declared = [canonical({"reassigned": ["t"], **more}), *([canonical(earlier)] if earlier else [])]
+    changes = ClaimChanges.of_several([ClaimChanges.of(each) for each in declared])
+    second = replace(claim(2, parent=MarkerId(1, 1)), changes=changes, version=CHANGED_VERSION)
+    write(tmp_path, [claim(1), commit(1, 1), second, commit(2, 2)])
+    tree, shown = run("list", f"file://{tmp_path}", "--tree"), run("show", f"file://{tmp_path}", "2:2")
+    if changed:
+        assert f"the model changed: {changed}" in tree
+        assert f"generation 2 changed the model of 1:1: {changed}" in shown
+    else:
+        assert f"generation 2: {KEPT}" in shown
+        assert KEPT in " ".join(tree.replace("│", "").split())
+        assert "the model changed" not in tree
+
+
 def test_a_tree_continues_long_lines_below_their_beginning(tmp_path: Path) -> None:
-    log = FileLog(tmp_path)
-    log.prepare(1)
     note = (("note", "one long text of many words " * 8),)
-    for record in (claim(1), replace(commit(1, 1), meta=note), commit(1, 2)):
-        log.append_control(record.to_frame())
-    log.close()
+    write(tmp_path, [claim(1), replace(commit(1, 1), meta=note), commit(1, 2)])
     done = CliRunner().invoke(app, ["list", f"file://{tmp_path}", "--tree"], env={"COLUMNS": "80"})
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= 80

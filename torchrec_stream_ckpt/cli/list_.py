@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, ended_of
 from torchrec_stream_ckpt.find.best import Condition, meeting, numbers_of, ordered, said_of
 from torchrec_stream_ckpt.find.survey import Survey
-from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
+from torchrec_stream_ckpt.format.claim_changes import KEPT, changed_elsewhere
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
 from torchrec_stream_ckpt.format.lineage import changed_tables
@@ -224,11 +224,12 @@ def _print_newest(job: Job) -> None:
 
 
 def _origin(claim: Claim) -> str:
-    """Return the origin of a generation's first rows, if it is not the marker on which the generation is based."""
+    """Return where a generation begins or what was declared to it, if it has the tables of its parent."""
     source = claim.changes.source if claim.changes is not None else None
     if source:
         return f"started from marker {source[1]} of job {source[0]}"
-    return f"the model changed: {changed_elsewhere(claim.changes)}"
+    changed = changed_elsewhere(claim.changes)
+    return f"the model changed: {changed}" if changed else KEPT
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:

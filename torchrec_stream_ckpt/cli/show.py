@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.find.survey import Survey
-from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
+from torchrec_stream_ckpt.format.claim_changes import KEPT, changed_elsewhere
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import changed_tables, previous_commit
@@ -116,6 +116,8 @@ def _said(change: dict[str, Any]) -> str:
         changed = ", by declared changes" if change["declared"] != "{}" else ""
         return f"generation {change['generation']} began in marker {marker} of job {job}{changed}"
     changed = "; ".join(change["tables"]) or change["elsewhere"]
+    if not changed:
+        return f"generation {change['generation']}: {KEPT}"
     return f"generation {change['generation']} changed the model of {change['parent'] or 'no marker'}: {changed}"
 
 
