@@ -19,8 +19,9 @@ from typer.testing import CliRunner
 from tests.builders import claim, commit, end
 from tests.parts import FileLog, app
 from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
-from torchrec_stream_ckpt.format.claim_changes import KEPT, ClaimChanges, changed_elsewhere
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changed_elsewhere
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, HEADER_LEN, json_frame
+from torchrec_stream_ckpt.format.lineage import KEPT
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -224,6 +225,9 @@ def test_a_declaration_that_had_no_effect_is_not_called_a_change(
         assert f"generation 2: {KEPT}" in shown
         assert KEPT in " ".join(tree.replace("│", "").split())
         assert "the model changed" not in tree
+        lost = [claim(1, changes=changes, version=CHANGED_VERSION), commit(1, 1)]
+        write(tmp_path / "lost", lost)  # all markers, with those in which raw ids may have got new rows
+        assert "the model changed: raw ids may have new rows" in run("list", f"file://{tmp_path / 'lost'}", "--tree")
 
 
 def test_a_tree_continues_long_lines_below_their_beginning(tmp_path: Path) -> None:

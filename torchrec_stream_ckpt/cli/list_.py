@@ -25,10 +25,10 @@ from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.extras.reporting.job_status import compared_in_words, ended_of
 from torchrec_stream_ckpt.find.best import Condition, meeting, numbers_of, ordered, said_of
 from torchrec_stream_ckpt.find.survey import Survey
-from torchrec_stream_ckpt.format.claim_changes import KEPT, changed_elsewhere
+from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.imported import is_import, unfinished_import
-from torchrec_stream_ckpt.format.lineage import changed_tables
+from torchrec_stream_ckpt.format.lineage import KEPT, Lineage, changed_tables, had_no_effect
 from torchrec_stream_ckpt.format.readings import Comparison
 from torchrec_stream_ckpt.inner import Job, ProofStatus
 from torchrec_stream_ckpt.proofs.proof_status import blocks_differ, of_history, status_of
@@ -223,13 +223,12 @@ def _print_newest(job: Job) -> None:
         console().print(f"generation {newest} is a fence: an operator ended the trainer of the previous generation")
 
 
-def _origin(claim: Claim) -> str:
+def _origin(lineage: Lineage, claim: Claim) -> str:
     """Return where a generation begins or what was declared to it, if it has the tables of its parent."""
     source = claim.changes.source if claim.changes is not None else None
     if source:
         return f"started from marker {source[1]} of job {source[0]}"
-    changed = changed_elsewhere(claim.changes)
-    return f"the model changed: {changed}" if changed else KEPT
+    return KEPT if had_no_effect(lineage, claim) else f"the model changed: {changed_elsewhere(claim.changes)}"
 
 
 def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
@@ -256,7 +255,7 @@ def _print_tree(job: Job, rows: dict[str, dict[str, Any]]) -> None:
         if changed := changed_tables(job.lineage, claim):
             branch.add(f"the model changed: {plain('; '.join(changed))}")
         elif claim.changes is not None:
-            branch.add(plain(_origin(claim)))
+            branch.add(plain(_origin(job.lineage, claim)))
         for marker in made.get(generation, ()):
             row = rows.get(str(marker))
             if row is None:

@@ -18,16 +18,13 @@ from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.find.survey import Survey
-from torchrec_stream_ckpt.format.claim_changes import KEPT, changed_elsewhere
+from torchrec_stream_ckpt.format.claim_changes import changed_elsewhere
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense_files import DenseFile
-from torchrec_stream_ckpt.format.lineage import changed_tables, previous_commit
+from torchrec_stream_ckpt.format.lineage import KEPT, changed_tables, had_no_effect
 from torchrec_stream_ckpt.inner import Job
-from torchrec_stream_ckpt.log.stream import proof_in_log
+from torchrec_stream_ckpt.log.stream import newest_mark
 from torchrec_stream_ckpt.util.units import age, clock, size
-
-_MOST_READ_BYTES = 64 * 2**20
-"""Most bytes of a rank that are read to name the data-parallel tables."""
 
 
 def show_marker(
@@ -78,12 +75,8 @@ def _data_parallel(job: Job, commit: Commit) -> dict[str, tuple[int, int]]:
     Raises:
         LogUnavailableError: the log does not answer.
     """
-    log, lineage = job.log, job.lineage
-    newest = lineage.find(lineage.newest_of(commit.generation))
-    is_first = previous_commit(lineage, newest.id) is None
-    if is_first and newest.ranks[0].num_bytes > _MOST_READ_BYTES:
-        return {}
-    proof = proof_in_log(log, lineage, newest)
+    mark = newest_mark(job.log, job.lineage, commit.generation)
+    proof = mark.proof if mark is not None else None
     parsed = {
         TorchRecName.parse(each.name.removeprefix("model.")): (each.rows, each.cols)
         for each in (proof.replicated if proof is not None else ())
@@ -99,7 +92,7 @@ def _changes(job: Job, commit: Commit) -> list[dict[str, Any]]:
             "generation": claim.generation,
             "parent": claim.parent,
             "tables": changed_tables(job.lineage, claim),
-            "elsewhere": changed_elsewhere(claim.changes),
+            "elsewhere": "" if had_no_effect(job.lineage, claim) else changed_elsewhere(claim.changes),
             "digest": claim.changes.digest if claim.changes is not None else None,
             "declared": claim.changes.text if claim.changes is not None else None,
             "origin": claim.changes.origin if claim.changes is not None else None,

@@ -20,8 +20,6 @@ MAX_TEXT_BYTES = 16_384
 """Limit of the declared changes in a CLAIM, in bytes. Of larger ones the CLAIM has only the digest."""
 MAX_EARLIER = 1000
 """Limit of the earlier changes in a CLAIM."""
-KEPT = "the model did not change: raw ids keep their rows, although new ones were allowed (reassigned)"
-"""Description of a generation with its parent's tables if :func:`changed_elsewhere` is empty."""
 _UNKNOWN = "not its tables"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _ORIGIN = re.compile(r"[0-9a-f]{32} [0-9]{1,9}:[0-9]{1,18}")
@@ -114,27 +112,34 @@ class TableChange(Enum):
 def changed_elsewhere(changes: ClaimChanges | None) -> str:
     """Describe declared changes that concern no table: ``dense, 1 fresh, 2 reshaped; stateful, 1 added``.
 
-    Returns text that says so if a declaration is not known. Empty if it declares no such change, for a generation with
-    its parent's tables: then id maps that might have got new rows (``reassigned``) were kept as they were.
+    Returns text that says so if a declaration is not known.
     """
     said = [_elsewhere(each) for each in changes.each] if changes is not None else [_UNKNOWN]
-    return "; ".join(dict.fromkeys(filter(None, said)))
+    return "; ".join(dict.fromkeys(filter(None, said))) or "raw ids may have new rows"
+
+
+def only_reassigned(changes: ClaimChanges) -> bool:
+    """Return whether nothing was declared but that raw ids may get new rows. Where shards allow it, they keep them."""
+    return not any(map(_elsewhere, changes.each))
 
 
 def _elsewhere(changes: ClaimChanges) -> str:
+    """Describe one declaration likewise. Empty if it has only ``reassigned``."""
     try:
         declared = json.loads(changes.text) if changes.text is not None else None
     except (ValueError, RecursionError):  # the log holds any text
         declared = None
     if not isinstance(declared, dict):
         return _UNKNOWN
+    if declared and declared.keys() <= {"reassigned", "label"}:
+        return ""
     stateful = {name: declared.get(f"stateful_{name}") for name in ("added", "dropped")}
     said = []
     for part, counts in (("dense", declared.get("dense")), ("stateful", stateful)):
         values = counts.items() if isinstance(counts, dict) else ()
         found = [f"{len(names)} {name}" for name, names in values if isinstance(names, list | dict) and names]
         said += [", ".join([part, *found])] if found else []
-    return "; ".join(said) or ("" if declared.get("reassigned") else _UNKNOWN)
+    return "; ".join(said) or _UNKNOWN
 
 
 def goes_on(before: TableSpec, now: TableSpec) -> bool:

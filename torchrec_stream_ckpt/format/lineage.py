@@ -14,7 +14,7 @@ from itertools import groupby, islice, takewhile
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.aliases import aliases, without_aliases
-from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, in_words
+from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, in_words, only_reassigned
 from torchrec_stream_ckpt.format.claim_features import check_readable
 from torchrec_stream_ckpt.format.claim_references import resolved
 from torchrec_stream_ckpt.format.commits import Commits, Place
@@ -388,17 +388,35 @@ def changed_tables(lineage: Lineage, claim: Claim) -> list[str]:
     return in_words(parent.schema, claim.schema) if parent is not None else []
 
 
-def told_to(lineage: Lineage, claim: Claim, since: MarkerId | None = None) -> list[ClaimChanges]:
+KEPT = "the model did not change: raw ids keep their rows, although new ones were allowed (reassigned)"
+"""Description of a generation whose declaration :func:`had_no_effect`."""
+
+
+def had_no_effect(lineage: Lineage, claim: Claim) -> bool:
+    """Return whether changes were declared to a generation, and all is as in its parent.
+
+    They allowed new rows for raw ids, and each shard was a union of old ones.
+    """
+    if claim.changes is None or claim.parent is None:
+        return False
+    return only_reassigned(claim.changes) and not changed_tables(lineage, claim)
+
+
+def told_to(
+    lineage: Lineage, claim: Claim, since: MarkerId | None = None, *, effective: bool = False
+) -> list[ClaimChanges]:
     """Return the model changes declared to a generation and to those on its path, newest first.
 
     Args:
         lineage: Lineage of the log.
         claim: CLAIM of the generation.
         since: A marker of one of these generations: return only changes declared after it. None for all.
+        effective: Omit declarations that had no effect.
     """
     told: list[ClaimChanges] = []
     while since is None or claim.generation > since.generation:
-        told += claim.changes.each if claim.changes is not None else ()
+        if claim.changes is not None and not (effective and had_no_effect(lineage, claim)):
+            told += claim.changes.each
         if claim.parent is None:
             break
         claim = lineage.claims[claim.parent.generation]

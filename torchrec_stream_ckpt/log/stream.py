@@ -11,13 +11,14 @@ from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
 from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, data_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage, previous_commit
-from torchrec_stream_ckpt.format.proof import Proof
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.util.types import LogSpan, RankEnd, TableShard
 
 log = logging.getLogger(__name__)
 
 _HINT = "restore an older marker, or use another copy of the log"
+_MOST_READ_BYTES = 64 * 2**20
+"""Limit of the bytes of a rank that are read for its MARK alone."""
 _told: set[tuple[bytes, int]] = set()
 """(job, partition) of which this process has already logged strays."""
 
@@ -175,21 +176,31 @@ def proof_width(log_: LogReader, lineage: Lineage, commit: Commit) -> int | None
     """
     if previous_commit(lineage, commit.id) is None:
         return None
-    proof = proof_in_log(log_, lineage, commit)
-    return proof.width if proof is not None else None
+    mark = _mark_in_log(log_, lineage, commit, commit.ranks[0])
+    return mark.proof.width if mark is not None and mark.proof is not None else None
 
 
-def proof_in_log(log_: LogReader, lineage: Lineage, commit: Commit) -> Proof | None:
-    """Read the proof in rank 0's MARK of a marker. Returns None if it has none, or if the log no longer holds it.
+def newest_mark(log_: LogReader, lineage: Lineage, generation: int, rank: int = 0) -> Mark | None:
+    """Read a rank's MARK at the newest marker of a generation, which holds few rows.
+
+    Returns None if the log no longer holds it, or if it is the generation's first one, which may hold all rows, and is
+    large.
 
     Raises:
         LogUnavailableError: the log does not answer.
     """
+    newest = lineage.find(lineage.newest_of(generation))
+    end = newest.ranks[rank]
+    if previous_commit(lineage, newest.id) is None and end.num_bytes > _MOST_READ_BYTES:
+        return None
+    return _mark_in_log(log_, lineage, newest, end)
+
+
+def _mark_in_log(log_: LogReader, lineage: Lineage, commit: Commit, end: RankEnd) -> Mark | None:
     previous = previous_commit(lineage, commit.id)
-    end, after = commit.ranks[0], previous.ranks[0] if previous is not None else None
     try:
-        *_, (header, frame) = read_stream(log_, commit, end, after)
-        return read_mark(header, frame, commit, end).proof
+        *_, (header, frame) = read_stream(log_, commit, end, previous.ranks[end.rank] if previous is not None else None)
+        return read_mark(header, frame, commit, end)
     except (CorruptionError, TrimmedError):  # another alert reports it
         return None
 
