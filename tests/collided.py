@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
+from unittest.mock import patch
 
 import pyarrow.parquet
 import pytest
@@ -42,6 +46,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from typer.testing import CliRunner
 
+from tests import ranks
 from tests.model import assemble, differences
 from tests.parts import app
 from tests.wrapped import wrapped
@@ -61,6 +66,17 @@ POLICIES = {
 }
 
 State = dict[str, torch.Tensor]
+
+
+@contextmanager
+def tables_of(*rows: int) -> Iterator[None]:
+    """Let the tables have other numbers of rows, in this process."""
+    before = list(TABLES)
+    TABLES[:] = [(name, number, *rest) for number, (name, _, *rest) in zip(rows, before, strict=True)]
+    try:
+        yield
+    finally:
+        TABLES[:] = before  # this process serves other tests, too
 
 
 def _modulo(ids: torch.Tensor, size: int) -> torch.Tensor:
@@ -212,7 +228,7 @@ def batch(step: int, *, weighted: bool, int64_ends: bool = False) -> KeyedJagged
     """
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(2000 + step)
-    low, high = rank * BATCH // world, (rank + 1) * BATCH // world
+    low, high = (each * (BATCH // world) for each in (rank, rank + 1))  # TorchRec wants as many on each rank
     values, lengths = [], []
     for _, size in FEATURES:
         length = torch.randint(1, 5, (BATCH,), generator=generator)
@@ -252,6 +268,34 @@ def go_on(each: Job, checkpointer: StreamCheckpointer, last: int, marked: Collec
             checkpointer.mark().result(60)
         truths[each.step_number] = (each.truth(), each.map_truth())
     return truths
+
+
+def until_killed(each: Job, checkpointer: StreamCheckpointer, result: Any, folder: Path) -> NoReturn:
+    """(all ranks) Leave rank 0's result in the folder, and train on, past all markers, until SIGKILL."""
+    if dist.get_rank() == 0:
+        torch.save(result, folder / "result.tmp")
+    for _ in range(2):
+        each.step()
+        checkpointer.step()
+    dist.barrier()
+    if dist.get_rank() == 0:
+        (folder / "result.tmp").rename(folder / "result")
+    while True:
+        time.sleep(1)
+
+
+def killed(world: int, folder: Path, function: Callable[..., Any], *args: Any) -> Any:
+    """Run ``function(*args, folder)``, which ends in :func:`until_killed`, on fresh ranks. Returns rank 0's result.
+
+    The folder is made.
+    """
+    folder.mkdir()
+    job = ranks.start(world, function, *args, folder)
+    try:
+        job.wait_for(folder / "result")
+    finally:
+        job.close()  # SIGKILL
+    return torch.load(folder / "result", weights_only=False)
 
 
 def train(uri: str, marked: list[int], last: int, build: dict[str, Any], make: Callable[..., Job] = job) -> Truths:
@@ -364,9 +408,49 @@ def rows_of(module: Any, ids: torch.Tensor) -> torch.Tensor:
     features = {"f": JaggedTensor(values=ids, lengths=torch.tensor([len(ids)]), weights=numbers)}
     trains = module.training
     module.eval()
-    found: torch.Tensor = module.remap(features)["f"].values()
+    found: torch.Tensor = _remap(module, module.remap, features)["f"].values()
     module.train(trains)
     return found
+
+
+def look_up_alone(each: Job) -> None:
+    """(all ranks) Train the id maps by the next batch, and leave the rows that they evict as they are."""
+    each.step_number += 1
+    each.dmp.module.mc._managed_collision_collection(batch(each.step_number, weighted=each.weighted))
+
+
+def reset(each: Job) -> None:
+    """(all ranks) Look a batch up, which resets evicted rows in the tables."""
+    with ExitStack() as stack:
+        for module in each.maps().values():
+            stack.enter_context(patch.object(module, "remap", partial(_remap, module, module.remap)))
+        each.evaluate()
+
+
+def _remap(module: Any, real: Callable[..., Any], *args: Any, **more: Any) -> Any:
+    """Modules of hash ZCH look nothing up while they know of evicted rows."""
+    due = getattr(module, "_evicted_indices", [])
+    if due:
+        module._evicted_indices = []
+    found = real(*args, **more)
+    if due:
+        module._evicted_indices = due + module._evicted_indices
+    return found
+
+
+def due(each: Job) -> dict[str, dict[int, int]]:
+    """(all ranks) Raw id -> rank of the rows that :func:`reset` would reset, by table."""
+    mine = {}
+    for table, module in each.maps().items():
+        if hasattr(module, "_mch_sorted_raw_ids"):
+            rows = module._evicted_emb_indices.tolist() if module._evicted else []
+        else:
+            first = module._output_segments[module._start_bucket]
+            rows = [first + row for part in module._evicted_indices for row in part.tolist()]
+        ids, places, _ = _found(module)
+        owners = dict(zip(places, ids, strict=True))
+        mine[table] = {owners[row]: dist.get_rank() for row in rows}
+    return _together(mine)
 
 
 Owned = dict[int, tuple[bytes, ...]]
@@ -408,9 +492,17 @@ def owned(each: Job) -> dict[str, Owned]:
             )
             for at, (raw_id, row) in enumerate(zip(ids, places, strict=True))
         }
+    return _together(mine)
+
+
+T = TypeVar("T")
+
+
+def _together(mine: dict[str, dict[int, T]]) -> dict[str, dict[int, T]]:
+    """(all ranks) What all ranks know of raw ids, each of which is known to one of them."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, mine)
-    whole: dict[str, Owned] = {table: {} for table, *_ in TABLES}
+    whole: dict[str, dict[int, T]] = {table: {} for table, *_ in TABLES}
     for each_rank in everywhere:
         for table, mine_there in each_rank.items():
             assert not mine_there.keys() & whole[table].keys()

@@ -32,7 +32,7 @@ from torchrec.distributed import collective_utils, comm
 from tests.forks import context
 from tests.ranks import RankFailed, _send
 
-MAX_RANKS = 4
+MAX_RANKS = 5
 _LAST_WORDS_S = 2.0
 """How long the other ranks may take to say what they know, once one has failed."""
 
@@ -75,7 +75,7 @@ class Worker:
 
 
 class Pool:
-    """Up to four ranks, started when they are first needed; those of a failed job are replaced.
+    """Up to five ranks, started when they are first needed; those of a failed job are replaced.
 
     A process serves one rank only: torch caches its place in a mesh by the ranks in that, and would go on with it.
     """

@@ -5,7 +5,6 @@ After each kill another number of ranks goes on from the newest marker. A replic
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -16,8 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import collided, hashed, ranks, warm
-from tests.collided import ENDS, TABLES, Job, Owned, answers, attach, owned
+from tests import collided, hashed, warm
+from tests.collided import ENDS, TABLES, Job, Owned, answers, attach, killed, owned, until_killed
 from tests.hash_zch import FREE, trainable
 from torchrec_stream_ckpt import FollowedTables, StreamCheckpointer, follow
 from torchrec_stream_ckpt.errors import ConfigError
@@ -139,16 +138,7 @@ def _live(case: str, uri: str, expected: Seen | None, folder: Path) -> None:
                     checkpointer.step()
                 else:
                     _step_and_mark(each, checkpointer, number, case, seen, tables)
-            if rank == 0:
-                torch.save(seen, folder / "seen.tmp")
-            for _ in range(2):  # which no marker holds
-                each.step()
-                checkpointer.step()
-            dist.barrier()
-            if rank == 0:
-                (folder / "seen.tmp").rename(folder / "seen")
-            while True:
-                time.sleep(1)
+            until_killed(each, checkpointer, seen, folder)
 
 
 def _sized(case: str) -> bool:
@@ -202,14 +192,7 @@ def _restore_each(case: str, uri: str, seen: list[Seen]) -> None:
 def test_each_marker_brings_the_dictionary_back(case: str, tmp_path: Path) -> None:
     uri, newest, moved, hidden = f"file://{tmp_path / 'log'}", None, 0, 0
     for number, world in enumerate(WORLDS[case]):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        job = ranks.start(world, _live, case, uri, newest, folder)
-        try:
-            job.wait_for(folder / "seen")
-        finally:
-            job.close()  # SIGKILL
-        seen: list[Seen] = torch.load(folder / "seen", weights_only=False)
+        seen: list[Seen] = killed(world, tmp_path / str(number), _live, case, uri, newest)
         assert len(seen) == 3
         for before, after in pairwise(seen):
             moved += sum(len(before.owned[table].keys() - after.owned[table].keys()) for table, *_ in TABLES)

@@ -17,13 +17,29 @@ import torch.distributed as dist
 from typer.testing import CliRunner
 
 from tests import collided, hashed, ranks, stores, warm
-from tests.collided import TABLES, Job, Owned, State, answers, attach, owned, rows_in_files
+from tests.collided import (
+    TABLES,
+    Job,
+    Owned,
+    State,
+    answers,
+    attach,
+    due,
+    killed,
+    look_up_alone,
+    owned,
+    reset,
+    rows_in_files,
+    tables_of,
+    until_killed,
+)
 from tests.hash_zch import _hashed as homes_of
 from tests.hash_zch import trainable
+from tests.hashed import HashJob
 from tests.model import differences
 from tests.parts import FileLog, app
 from tests.ranks import RankFailed
-from torchrec_stream_ckpt import Changes, FollowedTables, StreamCheckpointer, StreamConfig, follow
+from torchrec_stream_ckpt import Changes, FollowedTables, RowChange, StreamCheckpointer, StreamConfig, follow
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util import failpoints
@@ -70,21 +86,40 @@ def probes() -> dict[str, torch.Tensor]:
     return {table: torch.arange(size) for table, *_, size in TABLES}
 
 
+def rows_of(build: dict[str, Any]) -> tuple[int, int]:
+    """Rows of the tables."""
+    rows: tuple[int, int] = build.get("rows", (16, 24))
+    return rows
+
+
+def declared(before: dict[str, Any], after: dict[str, Any]) -> Changes:
+    """The changes of a job that is built otherwise."""
+    pairs = zip(NAMES, rows_of(before), rows_of(after), strict=True)
+    rows = {name: RowChange(now) for name, there, now in pairs if there != now}
+    return Changes(reassigned=tuple(NAMES), rows=rows)
+
+
 @contextmanager
 def builder(build: dict[str, Any]) -> Iterator[Callable[[], Job]]:
     """A function that makes a job; of hash ZCH if it names buckets."""
-    if "total_num_buckets" in build:
-        with trainable() as clock:
-            yield partial(hashed.job, clock, **build)
-    else:
-        yield partial(collided.job, **build)
+    more = {name: value for name, value in build.items() if name != "rows"}
+    with tables_of(*rows_of(build)):
+        if "total_num_buckets" in build:
+            with trainable() as clock:
+                yield partial(hashed.job, clock, **more)
+        else:
+            yield partial(collided.job, **more)
 
 
-def begin(uri: str, steps: int, build: dict[str, Any]) -> Seen:
+def begin(uri: str, steps: int, build: dict[str, Any], folder: Path | None = None) -> Seen:
+    """A job that ends well; with a folder, by SIGKILL."""
     with builder(build) as make:
         each = make()
         with attach(each, uri, marker_every=None) as checkpointer:
-            return go_on(each, checkpointer, steps)
+            found = go_on(each, checkpointer, steps)
+            if folder is not None:
+                until_killed(each, checkpointer, found, folder)
+            return found
 
 
 def go_on(each: Job, checkpointer: StreamCheckpointer, steps: int) -> Seen:
@@ -102,12 +137,13 @@ def restore(
     build: dict[str, Any],
     mode: str = "",
     changes: Changes = CHANGES,
+    folder: Path | None = None,
     fuse: str = "",
     report: Path | None = None,
 ) -> Result | str:
     """Restore by value into a job that has trained otherwise; follow it on rank 0 across the change if there is a mode.
 
-    With a fuse, rank 1 is killed there.
+    With a folder, it ends by SIGKILL. With a fuse, rank 1 is killed there.
     """
     with builder(build) as make:
         each = make()
@@ -140,7 +176,15 @@ def restore(
                 for name, table in NAMES.items():
                     assert torch.equal(tables.lookup(name, probes()[table]), expected[name]), (mode, name)
                 tables.close()
-        return Result(before, there, counted if restored.evolved is not None else None, found, last)
+            result = Result(before, there, counted if restored.evolved is not None else None, found, last)
+            if folder is not None:
+                until_killed(each, checkpointer, result, folder)
+        return result
+
+
+def part(folder: Path | None, world: int, function: Callable[..., Any], *args: Any) -> Any:
+    """Rank 0's result of ``begin`` or ``restore``; with a folder, of one that ends by SIGKILL."""
+    return warm.run(world, function, *args)[0] if folder is None else killed(world, folder, function, *args)
 
 
 def columns(state: State, table: str, rows: int) -> dict[str, torch.Tensor]:
@@ -203,11 +247,12 @@ def dense(state: State) -> State:
 def check_rows(old: Seen, new: Result, table: str, rows: int, world: int) -> None:
     """Free rows are those of the job before the restore; the last one of a shard is that of an old shard."""
     used = {row for maps in new.restored.maps for row in used_rows(maps, table)}
-    ends = [end for _, end in shards(rows, len(old.maps))]
     assert len(columns(new.restored.state, table, rows)) == 2
     for name, values in columns(new.restored.state, table, rows).items():
+        there = len(old.state[name])
+        ends = [end for _, end in shards(there, len(old.maps))]
         for first, end in shards(rows, world):
-            middle = first + (end - first) // 2
+            middle = (first + (end - first) // 2) * there // rows
             unknown = next(each for each in ends if middle < each) - 1
             assert torch.equal(values[end - 1], old.state[name][unknown]), (name, end)
             for row in set(range(first, end - 1)) - used:
@@ -245,11 +290,49 @@ def check_exact(old: Seen, new: Result) -> None:
         assert differences(before, after) == []
 
 
-CHAINS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
-    "lfu": ({"policy": "lfu"}, (4, 3, 4)),
-    "lru": ({"policy": "lru", "weighted": True}, (3, 2)),
-    "distance_lfu": ({"policy": "distance_lfu", "kind": "sequence"}, (2, 4)),
+Stages = tuple[tuple[int, dict[str, Any]], ...]
+"""The ranks of one job after the other, and what is built otherwise from there on."""
+LFU = {"policy": "lfu"}
+CHAINS: dict[str, tuple[dict[str, Any], Stages]] = {
+    "lfu": (LFU, ((4, {}), (3, {"rows": (20, 20)}), (5, {}))),
+    "lru": ({"policy": "lru", "weighted": True}, ((3, {}), (2, {}))),
+    "distance_lfu": ({"policy": "distance_lfu", "kind": "sequence"}, ((2, {}), (4, {}))),
 }
+
+
+class Link(NamedTuple):
+    """A job that goes on from the marker of another one by value."""
+
+    old: Seen
+    new: Result
+    world: int
+    build: dict[str, Any]
+    changes: Changes
+
+
+def chain(
+    uri: str, folder: Path, build: dict[str, Any], stages: Stages, *, steps: tuple[int, int], fold: bool = False
+) -> Iterator[Link]:
+    """One job after the other, of ``steps`` in the first one and in each later one. Of three, two end by SIGKILL."""
+    (world, _), *later = stages
+    ends = [folder / str(number) if len(later) > 1 else None for number in range(len(later))] + [None]
+    old, first = part(ends[0], world, begin, uri, steps[0], build), build
+    for number, (world, change) in enumerate(later):
+        if fold:
+            stores.fold(folder / "log")
+        build = {**build, **change}
+        changes = declared(first, build)
+        mode = "rows" if number else "markers"
+        new = part(ends[number + 1], world, restore, uri, steps[1], build, mode, changes)
+        yield Link(old, new, world, build, changes)
+        old = new.last
+
+
+def check_again(uri: str, link: Link) -> None:
+    """The same ranks take the exact way."""
+    again = warm.run(link.world, restore, uri, 0, link.build, "", link.changes)[0]
+    assert again.counted is None
+    check_exact(link.new.last, again)
 
 
 @pytest.mark.covers(
@@ -260,23 +343,18 @@ CHAINS: dict[str, tuple[dict[str, Any], tuple[int, ...]]] = {
 )
 @pytest.mark.parametrize("policy", CHAINS)
 def test_raw_ids_go_where_the_new_ranks_look_them_up_with_all_that_belongs_to_them(policy: str, tmp_path: Path) -> None:
-    """From the log and from a store. The second change is declared by the same words. Then the same ranks take the
-    exact way."""
-    uri, (build, worlds), dropped = f"file://{tmp_path / 'log'}", CHAINS[policy], 0
-    old = warm.run(worlds[0], begin, uri, 10, build)[0]
-    for number, world in enumerate(worlds[1:]):
-        stores.fold(tmp_path / "log")
-        new = warm.run(world, restore, uri, 7, build, "rows" if number else "markers")[0]
-        dropped += check_sorted(old, new, policy, world)
-        old = new.last
+    """From the log and from a store, after a job that has ended or was killed. The second change is declared by the
+    same words. Then the same ranks take the exact way."""
+    uri, dropped = f"file://{tmp_path / 'log'}", 0
+    for link in chain(uri, tmp_path, *CHAINS[policy], steps=(10, 7), fold=True):
+        with tables_of(*rows_of(link.build)):
+            dropped += check_sorted(link.old, link.new, policy, link.world)
     assert (dropped > 0) == (policy != "lru"), dropped
     assert CliRunner().invoke(app, ["verify", uri]).exit_code == 0
     for name, rows in rows_in_files(uri, NAMES, tmp_path).items():
         whole = {raw_id: np.array(row, np.float32).tobytes() for raw_id, row in rows.items()}
-        assert whole == {raw_id: values[0] for raw_id, values in old.owned[NAMES[name]].items()}
-    again = warm.run(worlds[-1], restore, uri, 0, build)[0]
-    assert again.counted is None
-    check_exact(old, again)
+        assert whole == {raw_id: values[0] for raw_id, values in link.new.last.owned[NAMES[name]].items()}
+    check_again(uri, link)
 
 
 def _unions(uri: str, build: dict[str, Any]) -> tuple[Any, int]:
@@ -290,7 +368,7 @@ def _unions(uri: str, build: dict[str, Any]) -> tuple[Any, int]:
 
 def test_where_shards_are_unions_all_stays_exact(tmp_path: Path) -> None:
     """Also if the tables are declared; the CLAIM says that they were, so ``once`` knows it."""
-    uri, build = f"file://{tmp_path}", CHAINS["lfu"][0]
+    uri, build = f"file://{tmp_path}", LFU
     old = warm.run(4, begin, uri, 6, build)[0]
     new, generation = warm.run(2, _unions, uri, build)[0]
     assert new.counted == dict.fromkeys(NAMES)
@@ -300,15 +378,19 @@ def test_where_shards_are_unions_all_stays_exact(tmp_path: Path) -> None:
     claim = Control(FileLog(tmp_path)).refresh().claims[2]
     assert claim.changes is not None
     assert claim.swept == ()
+    tree = CliRunner().invoke(app, ["list", uri, "--tree"]).output
+    assert "the model did not change" in tree
+    assert "the model changed" not in tree
 
 
 def test_a_restore_by_value_that_is_killed_is_made_again(tmp_path: Path) -> None:
-    uri, build = f"file://{tmp_path / 'log'}", CHAINS["lfu"][0]
+    uri, build = f"file://{tmp_path / 'log'}", LFU
     old = warm.run(2, begin, uri, 10, build)[0]
-    for number, point in enumerate(("restore.dense", "sweep.sent")):
+    for point in ("restore.dense", "sweep.sent"):
+        fuse = f"{point}=kill", tmp_path / point
         with pytest.raises(RankFailed):
-            ranks.run(3, restore, uri, 1, build, "", CHANGES, f"{point}=kill", tmp_path / str(number), timeout_s=60)
-        assert (tmp_path / str(number)).read_text().split() == [point]
+            ranks.run(3, restore, uri, 1, build, "", CHANGES, None, *fuse, timeout_s=60)
+        assert (tmp_path / point).read_text().split() == [point]
     check_sorted(old, warm.run(3, restore, uri, 1, build)[0], "lfu", 3)
 
 
@@ -348,14 +430,16 @@ def test_what_cannot_be_reassigned_is_refused_by_name(tmp_path: Path) -> None:
 
 # Hash ZCH.
 
-OTHER: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[int, int]]] = {
-    "other buckets": ({**hashed.SINGLE, "track_id_freq": True}, {"total_num_buckets": 2}, (1, 2)),
+OTHER: dict[str, tuple[dict[str, Any], Stages]] = {
+    "other buckets": (
+        {**hashed.SINGLE, "track_id_freq": True},
+        ((4, {}), (3, {"rows": (20, 40)}), (5, {"total_num_buckets": 5})),
+    ),
     "other buckets with reserved rows": (
         {**hashed.EACH, "opt_in_prob": 70, "percent_reserved_slots": 25, "kind": "sequence"},
-        {"total_num_buckets": 2},
-        (2, 1),
+        ((2, {}), (1, {"total_num_buckets": 2})),
     ),
-    "fewer probes": ({"kind": "sequence", "max_probe": 4}, {"max_probe": 1}, (2, 3)),
+    "fewer probes": ({"kind": "sequence", "max_probe": 4}, ((2, {}), (3, {"max_probe": 1}))),
 }
 
 
@@ -397,12 +481,79 @@ def check_hashed(old: Seen, new: Result, build: dict[str, Any]) -> int:
 )
 @pytest.mark.parametrize("case", OTHER)
 def test_raw_ids_of_hash_zch_go_where_other_buckets_look_for_them(case: str, tmp_path: Path) -> None:
-    uri, (build, change, (before, after)) = f"file://{tmp_path}", OTHER[case]
+    uri, (build, stages), dropped = f"file://{tmp_path / 'log'}", OTHER[case], 0
     build = {"max_probe": 3, "total_num_buckets": 4, **build}
-    there = {**build, **change}
-    old = warm.run(before, begin, uri, 8, build)[0]
-    new = warm.run(after, restore, uri, 2, there, "markers")[0]
-    assert check_hashed(old, new, there) > 0
-    again = warm.run(after, restore, uri, 0, there)[0]
-    assert again.counted is None
-    check_exact(new.last, again)
+    for link in chain(uri, tmp_path, build, stages, steps=(8, 2)):
+        with tables_of(*rows_of(link.build)):
+            dropped += check_hashed(link.old, link.new, link.build)
+    assert dropped > 0
+    check_again(uri, link)
+
+
+class Due(NamedTuple):
+    """A job with rows that are to be reset, over all ranks."""
+
+    owned: dict[str, Owned]
+    due: dict[str, dict[int, int]]
+    """Raw id -> rank of these rows, by table."""
+
+
+def begin_due(uri: str, build: dict[str, Any]) -> Due:
+    """A marker while rows are due."""
+    with builder(build) as make:
+        each = make()
+        with attach(each, uri, marker_every=None) as checkpointer:
+            for _ in range(11):
+                each.step()
+                checkpointer.step()
+            if isinstance(each, HashJob):
+                assert each.clock is not None
+                each.clock.hour += 5
+            look_up_alone(each)
+            checkpointer.mark().result(60)
+            return Due(owned(each), due(each))
+
+
+def restore_due(uri: str, build: dict[str, Any]) -> tuple[Due, Due]:
+    """A job after a restore by value, and after the resets, which a marker holds."""
+    with builder(build) as make:
+        each = make()
+        config, stateful = StreamConfig(uri=uri, marker_every=None), {"loader": each}
+        with StreamCheckpointer(
+            each.dmp, each.optimizer, config=config, stateful=stateful, paranoid=True
+        ) as checkpointer:
+            restored = checkpointer.restore(changes=CHANGES)
+            assert restored is not None
+            found = Due(owned(each), due(each))
+            reset(each)
+            checkpointer.mark().result(60)
+            return found, Due(owned(each), due(each))
+
+
+@pytest.mark.parametrize(
+    ("build", "change"),
+    [
+        pytest.param({"policy": "lru"}, {}, id="managed collision"),
+        pytest.param(
+            {**hashed.SINGLE, "total_num_buckets": 4, "max_probe": 3}, {"total_num_buckets": 8}, id="hash ZCH"
+        ),
+    ],
+)
+def test_resets_that_are_due_move_with_their_rows(
+    build: dict[str, Any], change: dict[str, Any], tmp_path: Path
+) -> None:
+    """A lookup in the id maps alone evicts; the next one of the whole module resets the rows, here after a restore."""
+    uri = f"file://{tmp_path}"
+    old = warm.run(2, begin_due, uri, build)[0]
+    found, after = warm.run(3, restore_due, uri, {**build, **change})[0]
+    for table, *_ in TABLES:
+        kept, there = found.owned[table], old.due[table]
+        assert kept == {raw_id: old.owned[table][raw_id] for raw_id in kept}
+        here = found.due[table]
+        assert here.keys() == there.keys() & kept.keys()
+        assert any(there[raw_id] != rank for raw_id, rank in here.items())
+        assert after.due[table] == {}
+        assert after.owned[table].keys() == kept.keys()
+        changed = {raw_id for raw_id, values in after.owned[table].items() if values != kept[raw_id]}
+        assert changed == here.keys()
+        assert all(after.owned[table][raw_id][1:] == kept[raw_id][1:] for raw_id in changed)
