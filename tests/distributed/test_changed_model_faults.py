@@ -11,17 +11,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from typer.testing import CliRunner
 
 from tests import collided as collision
 from tests import ranks, stores, tiered, warm, zoo
 from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config, one
 from tests.model import differences
-from tests.parts import FileLog
+from tests.parts import FileLog, app
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Place, Plan, Table
-from torchrec_stream_ckpt import Changes, DenseChanges, StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt import Changes, DenseChanges, ModelSchema, RowChange, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.dense.live_dense import LiveDense
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.frame import NEWEST_VERSION
@@ -257,17 +258,15 @@ def test_another_column_split_of_a_changed_table_is_refused_as_in_a_plain_restor
     assert state["model.part0.embedding_bags.t.weight"].shape == (41, 32)
 
 
-def grown_collision(uri: str, reassigned: tuple[str, ...]) -> str | dict[str, collision.Owned]:
-    tables = list(collision.TABLES)
-    collision.TABLES[0] = (*tables[0][:1], 32, *tables[0][2:])
-    job = collision.job()
-    with collision.attach(job, uri) as checkpointer:
-        try:
-            rows: Any = {"mc._embedding_module.one": 32}
-            checkpointer.restore(changes=Changes(rows=rows, reassigned=reassigned))
-        except StreamCkptError as error:
-            return str(error)
-    return collision.owned(job)
+def grown_collision(uri: str, changes: Changes | None) -> str | dict[str, collision.Owned]:
+    with collision.tables_of(32, 24):
+        job = collision.job()
+        with collision.attach(job, uri) as checkpointer:
+            try:
+                checkpointer.restore(changes=changes)
+            except StreamCkptError as error:
+                return str(error)
+        return collision.owned(job)
 
 
 def owned_collision(uri: str) -> dict[str, collision.Owned]:
@@ -278,14 +277,26 @@ def owned_collision(uri: str) -> dict[str, collision.Owned]:
 
 
 def test_rows_of_managed_collision_change_only_if_its_raw_ids_are_reassigned(tmp_path: Path) -> None:
-    uri = f"file://{tmp_path}"
+    """The job and the command line ask for the same declaration, which the job then accepts."""
+    uri, one = f"file://{tmp_path / 'log'}", "mc._embedding_module.one"
     warm.run(2, collision.train, uri, [3], 3, {})
-    for said in ranks.run(2, grown_collision, uri, ()):
-        assert "the rows of a table with managed collision cannot change because its id map" in said
-        assert "table=mc._embedding_module.one" in said
+    accepting = Changes(rows={one: RowChange(32)}, reassigned=(one,))
+    for declared in (None, Changes(rows={one: RowChange(32)})):
+        for said in warm.run(2, grown_collision, uri, declared):
+            assert f"table '{one}': 32 rows here, 16 in the marker; it has an id map" in said
+            assert accepting.to_python() in said
+            assert "that cannot be declared" not in said
+    for more in ([], ["--dense"]):
+        command = ["evolve-plan", uri, *more]
+        assert CliRunner().invoke(app, [*command, "--save", str(tmp_path / "model.json")]).exit_code == 0
+        model = ModelSchema.load(tmp_path / "model.json")
+        tables = tuple(replace(each, rows=32) if each.name == one else each for each in model.tables)
+        replace(model, tables=tables).save(tmp_path / "model.json")
+        refused = CliRunner().invoke(app, [*command, "--schema", str(tmp_path / "model.json")])
+        assert f"changes = {accepting.to_python()}\n" in str(refused.exception), more
     there = warm.run(2, owned_collision, uri)[0]
     assert len(there["one"]) > 3
-    assert ranks.run(2, grown_collision, uri, ("mc._embedding_module.one",))[0] == there
+    assert warm.run(2, grown_collision, uri, accepting)[0] == there
 
 
 def renamed_collision(uri: str) -> tuple[collision.State, collision.State]:

@@ -20,6 +20,7 @@ A, B = table("a", 6), table("b", 8)
 OLD = Schema((A, B)).named(None, JOB, 1)
 GROWN = Schema((replace(OLD.tables[0], rows=9, id=None), OLD.tables[1])).renewed(OLD, JOB, 2)
 GROWTH, LAYER, OTHER = (ClaimChanges.of(text) for text in (b'{"rows":{"a":9}}', b'{"dense":1}', b'{"dense":2}'))
+REASSIGNED = ClaimChanges.of(b'{"reassigned":["a"]}')
 HELD = MarkerId(2, 3)
 
 
@@ -80,6 +81,23 @@ def test_a_spare_tells_a_change_of_the_dense_model_by_what_was_told() -> None:
             refuse_changed(trainer, 3, HELD)
     again = replace(plain(3, "1:1", OLD), changes=LAYER)
     refuse_changed(lineage(changed, commit(2, 3), again), 3, HELD)
+
+
+@pytest.mark.parametrize("with_effect", [False, True])
+def test_a_spare_goes_on_with_a_trainer_whose_raw_ids_have_kept_their_rows(with_effect: bool) -> None:
+    """``reassigned`` was declared; of a table with new rows only its id is another one."""
+    schema = Schema((replace(OLD.tables[0], id=None), OLD.tables[1])).renewed(OLD, JOB, 2) if with_effect else OLD
+    trainer = replace(plain(2, "1:1", schema), swept=(0,) if with_effect else (), changes=REASSIGNED)
+    again = plain(3, "2:3", schema)
+    whole = lineage(trainer, commit(2, 3), again)
+    for generation in (2, 3):
+        if with_effect:
+            with pytest.raises(SchemaMismatchError):
+                refuse_changed(whole, generation, MarkerId(1, 1))
+        else:
+            refuse_changed(whole, generation, MarkerId(1, 1))
+    refuse_changed(whole, 3, MarkerId(2, 3))
+    assert told_to(whole, whole.claims[3]) == [REASSIGNED], "a restore with once=True finds it"
 
 
 def test_all_changes_since_a_marker_are_told_and_none_of_before() -> None:

@@ -5,22 +5,26 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from tests.builders import claim, commit
+from tests.builders import Stream, claim, commit
+from tests.mapped_job import ONE, PLAIN, MappedJob
 from tests.parts import FileLog, app
 from tests.unit.test_evolve_messages import loaded
-from torchrec_stream_ckpt import Changes, ModelSchema
+from torchrec_stream_ckpt import Changes, ModelSchema, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
-from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
+from torchrec_stream_ckpt.format.control import Mark
+from torchrec_stream_ckpt.format.entry_digests import DenseProof, id_entry, scalars_digest
+from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, Kind
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard, TableSpec
 
 PAGE = (Path(__file__).parents[2] / "docs" / "evolve.md").read_text()
 SUM = StateSpec("sum", "float32", per_row=True)
@@ -181,6 +185,76 @@ def test_mistakes_end_with_what_to_try(job: str, tmp_path: Path) -> None:
     with pytest.raises(ChangesError, match=r"near: 'sparse\.ebc\.t_city'") as refused:
         run(job, "--schema", "model.json", "--changes", "changes.toml")
     assert refused.value.hint
+
+
+@dataclass
+class ProvedJob(MappedJob):
+    """A job with two id maps, which its MARKs prove."""
+
+    announces: tuple[str, ...] | None = ("dense_proof", "ids")
+    proves: bool = True
+    late: bool = False
+    """Rank 0 has no part of the first table."""
+
+    def _shards(self, rank: int) -> Iterator[TableShard]:
+        for shard in super()._shards(rank):
+            if shard.table or not self.late:
+                yield shard
+            elif rank:
+                yield replace(shard, row0=0, rows=shard.row0 + shard.rows)
+
+    def mark(self, stream: Stream) -> None:
+        held = {self.schema.tables[shard.table].name for shard in stream.shards} & self.owners.keys()
+        proof = DenseProof.of({"model.top": 7, **{id_entry(name): 5 for name in held}}, scalars_digest(()))
+        mark = Mark(0, sum(map(len, stream.frames)), (), dense_proof=proof if self.proves else None)
+        place = {"marker": self.marker, "step": 10 * self.marker, "version": mark.version}
+        stream.json(Kind.MARK, mark.to_json(), **place)
+
+
+def mapped(folder: Path, markers: int = 1, **more: Any) -> str:
+    """URI of a job of two ranks; beside it, the schema of a model with one more and one less row."""
+    job = ProvedJob(folder / "log", **more)
+    job.begin()
+    for _ in range(markers):
+        job.churn()
+        job.commit()
+    other = {ONE: 61, PLAIN: 24}
+    tables = [replace(table, rows=other.get(table.name, table.rows)) for table in job.schema.tables]
+    ModelSchema(tuple(tables)).save(folder / "model.json")
+    return f"file://{job.root}"
+
+
+@pytest.mark.parametrize(("markers", "late"), [(1, False), (2, False), (2, True)])
+def test_other_rows_are_proposed_with_new_rows_for_raw_ids_where_a_map_is_proved(
+    markers: int, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = mapped(tmp_path, markers, late=late)
+    with pytest.raises(SchemaMismatchError, match="61 rows here, 60 in the marker; it has an id map") as refused:
+        run(uri, "--schema", "model.json")
+    rows = {ONE: RowChange(61), PLAIN: RowChange(24, allow_dropped_rows=True)}
+    assert loaded(str(refused.value), tmp_path) == Changes(rows=rows, reassigned=(ONE,))
+    assert "raw ids get new rows, unless" in run(uri, "--schema", "model.json", "--changes", "changes.toml")
+    Path("changes.toml").write_text(Changes(rows=rows).to_toml())
+    with pytest.raises(SchemaMismatchError, match="so its raw ids need new rows") as refused:
+        run(uri, "--schema", "model.json", "--changes", "changes.toml")
+    assert loaded(str(refused.value), tmp_path) == Changes(rows=rows, reassigned=(ONE,))
+    Path("changes.toml").write_text(Changes(rows=rows, reassigned=(ONE, PLAIN)).to_toml())
+    with pytest.raises(ChangesError, match=f"reassigned: '{PLAIN}': the marker has no id map"):
+        run(uri, "--schema", "model.json", "--changes", "changes.toml")
+
+
+@pytest.mark.parametrize("why", ["no proofs", "trimmed"])
+def test_a_log_that_does_not_show_id_maps_is_said_to(why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    uri = mapped(tmp_path, proves=why != "no proofs")
+    if why == "trimmed":
+        for segment in (tmp_path / "log").rglob("*.seg"):
+            segment.unlink()
+    done = CliRunner().invoke(app, ["evolve-plan", uri, "--schema", "model.json"], env={"COLUMNS": "240"})
+    assert f"the log does not show whether {ONE} has an id map" in done.output
+    assert isinstance(done.exception, SchemaMismatchError)
+    assert not loaded(str(done.exception), tmp_path).reassigned
 
 
 def test_the_dense_part_of_the_page_parses(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,8 +13,9 @@ from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.hash_zch import FREE, trainable
-from torchrec_stream_ckpt.dense.id_maps import merge_pieces, read_pieces
+from torchrec_stream_ckpt.dense.id_maps import empty_pieces, merge_pieces, read_pieces
 from torchrec_stream_ckpt.errors import SchemaMismatchError
+from torchrec_stream_ckpt.evolve.findings import NewRowsNeededError
 from torchrec_stream_ckpt.model import HashMap
 
 ROWS, BUCKETS = 48, 12
@@ -25,11 +27,11 @@ EVICTING = {
 COLUMNS = ("_hash_zch_identities", "_hash_zch_metadata", "_hash_zch_runtime_meta")
 
 
-def shards(count: int, **more: Any) -> list[HashZchManagedCollisionModule]:
+def shards(count: int, rows: int = ROWS, **more: Any) -> list[HashZchManagedCollisionModule]:
     """The modules that ``count`` ranks would have."""
     more = {"max_probe": 2, "total_num_buckets": BUCKETS, "write_runtime_meta_dim": 3, **EVICTING, **more}
-    whole = HashZchManagedCollisionModule(zch_size=ROWS, device=torch.device("cpu"), **more)
-    bounds = [ROWS * rank // count for rank in range(count + 1)]
+    whole = HashZchManagedCollisionModule(zch_size=rows, device=torch.device("cpu"), **more)
+    bounds = [rows * rank // count for rank in range(count + 1)]
     return [
         whole.rebuild_with_output_id_range((bounds[rank], bounds[rank + 1]), device=torch.device("cpu"))
         for rank in range(count)
@@ -171,3 +173,21 @@ def test_what_looks_for_raw_ids_elsewhere_is_refused(change: dict[str, Any], sai
     with pytest.raises(SchemaMismatchError, match=said):
         move(sources, targets)
     assert all(map(torch.equal, before, whole(targets)))
+
+
+def test_a_larger_table_needs_new_rows_and_a_marker_that_lacks_some_cannot_give_them() -> None:
+    entries = {
+        f"collision.t.{row0}.{field}": SimpleNamespace(size=value.size(), properties=SimpleNamespace(dtype=value.dtype))
+        for row0, state in read_pieces(maps(shards(2)))["t"].items()
+        for field, value in state.items()
+    }
+    (larger,) = maps(shards(1, rows=2 * ROWS))
+    with pytest.raises(NewRowsNeededError, match=r"all rows \[0, 96\): it has rows \[0, 24\), \[24, 48\)"):
+        empty_pieces(entries, [larger], {"t": "t"})
+    lacking = {name: entry for name, entry in entries.items() if ".0." not in name}
+    with pytest.raises(SchemaMismatchError, match=r"it has rows \[24, 48\)") as refused:
+        empty_pieces(lacking, [larger], {"t": "t"})
+    assert not isinstance(refused.value, NewRowsNeededError)
+    assert refused.value.hint == "restore another marker"
+    with pytest.raises(SchemaMismatchError, match="this model has a managed-collision id map for this table"):
+        empty_pieces({}, [larger], {"t": "t"})

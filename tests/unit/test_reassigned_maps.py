@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +18,7 @@ from tests.hash_zch import trainable
 from tests.unit import test_hash_maps as hashed
 from tests.unit.test_evolve import SAVED, A, B, C, here
 from tests.unit.test_id_maps import LARGEST, POLICIES, ROWS, maps, profile, shards, train
-from torchrec_stream_ckpt import Changes, RowChange
+from torchrec_stream_ckpt import Changes, IdMap, RowChange
 from torchrec_stream_ckpt.dense.id_maps import read_pieces
 from torchrec_stream_ckpt.dense.reassignment import new_rows, state_at
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
@@ -297,6 +298,37 @@ def test_a_declaration_that_is_not_of_a_table_with_an_id_map_is_refused_by_name(
         "rows: 'a': marker and model both have 10 rows, but no ids are declared",
         "reassigned: 'a': this model has no id map (managed collision) for this table",
     ]
+
+
+@pytest.mark.parametrize("known", [True, False, None])
+@pytest.mark.parametrize("rows", [9, 11])
+def test_other_rows_need_new_rows_for_raw_ids_where_there_is_an_id_map(rows: int, known: bool | None) -> None:
+    """One declaration accepts all, and a table without a map is as before."""
+    saved, model = SAVED, here(replace(A, rows=rows), replace(B, rows=rows), C)
+
+    def maps(table: str, there: str) -> bool | None:
+        assert table == there
+        return known if table == "a" else False
+
+    others = {"b": RowChange(rows, allow_dropped_rows=rows < 10)}
+    expected = (
+        Changes(rows={**others, "a": RowChange(rows)}, reassigned=("a",))
+        if known
+        else Changes(rows={**others, "a": others["b"]})
+    )
+    for declared in (Changes(), Changes(rows=others), replace(expected, reassigned=())):
+        found = Findings(declared)
+        refused = compare_tables(saved, model, found, has_id_map=maps) is None
+        assert refused == (declared != expected)
+        assert found.problems == []
+        assert found.accepting() == expected
+    assert compare_tables(saved, model, Findings(expected), has_id_map=maps) is not None
+    with_map = Findings(Changes(rows={**others, "a": RowChange(rows, IdMap([1], [2]), allow_dropped_rows=True)}))
+    assert (compare_tables(saved, model, with_map, has_id_map=maps) is None) == bool(known)
+    assert ("its id map (managed collision) gives all rows to raw ids" in str(with_map.problems)) == bool(known)
+    needless = Findings(replace(expected, reassigned=("a",)))
+    compare_tables(saved, model, needless, has_id_map=maps)
+    assert ("'a': the marker has no id map" in str(needless.problems)) == (known is False)
 
 
 def test_one_declaration_has_all_tables_whose_raw_ids_need_new_rows() -> None:

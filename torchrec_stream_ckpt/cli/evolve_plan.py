@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +18,7 @@ import typer
 
 from torchrec_stream_ckpt.cli.common import console, plain, print_json, table
 from torchrec_stream_ckpt.cli.options import Json, MarkerOptions
-from torchrec_stream_ckpt.errors import ConfigError
+from torchrec_stream_ckpt.errors import ConfigError, printable
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes
 from torchrec_stream_ckpt.evolve.model_evolution import evolve
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
@@ -90,9 +91,9 @@ def plan_evolution(
     with options.open() as job:
         commit = job.find(options.chosen)
         saved = ModelSchema(job.lineage.claims[commit.generation].schema.tables)
-        imported = False
+        imported, maps = False, None
         if dense:
-            saved, imported = _with_dense(job, commit, saved)
+            saved, imported, maps = _with_dense(job, commit, saved)
         if save is not None:
             live = tuple(each for each in saved.tables if not each.dropped)
             replace(saved, tables=live).save(save)
@@ -103,7 +104,16 @@ def plan_evolution(
         made, named = job.lineage.changes_made(commit.id), options.chosen not in (None, "latest")
         trained = _trained(job, commit) if count_trained else None
         both = dense and not imported
-        evolution = evolve(saved, here, declared, dense=both, trained_rows=trained, made=made, again=named)
+        evolution = evolve(
+            saved,
+            here,
+            declared,
+            dense=both,
+            trained_rows=trained,
+            made=made,
+            again=named,
+            has_id_map=_has_id_map(job, commit, maps),
+        )
     report = EvolutionReport.of(evolution)
     if json:
         print_json({"marker": str(commit.id), "already": evolution.already, **report.record})
@@ -111,9 +121,31 @@ def plan_evolution(
         _print(commit, report, already=evolution.already)
 
 
-def _with_dense(job: Job, commit: Commit, saved: ModelSchema) -> tuple[ModelSchema, bool]:
-    """Return the schema of a marker with its dense part, from files that COMMIT vouches for, and whether it was
-    imported."""
+def _has_id_map(job: Job, commit: Commit, maps: frozenset[str] | None) -> Callable[[str, str], bool | None]:
+    """Return whether the marker has an id map for a table, judging by these names, or by the log if there are none.
+
+    Warns if the log does not show it. The model's schema does not show its own id maps.
+    """
+
+    @cache
+    def has_id_map(_: str, table: str) -> bool | None:
+        if maps is not None:
+            return table in maps
+        found = job.has_id_map(commit, table)
+        if found is None and job.lineage.claims[commit.generation].has_id_events:
+            typer.echo(
+                f"the log does not show whether {printable(table)} has an id map (managed collision); with --dense, "
+                "the marker's dense files do",
+                err=True,
+            )
+        return found
+
+    return has_id_map
+
+
+def _with_dense(job: Job, commit: Commit, saved: ModelSchema) -> tuple[ModelSchema, bool, frozenset[str]]:
+    """Return the schema of a marker with its dense part, from files that COMMIT vouches for, whether it was imported,
+    and its tables with id maps."""
     job.check_vouched(commit)
     try:
         from torchrec_stream_ckpt.dense.saved_dense import SavedDense
@@ -126,7 +158,7 @@ def _with_dense(job: Job, commit: Commit, saved: ModelSchema) -> tuple[ModelSche
     files.verify(commit)
     try:
         found = SavedDense(files.local(commit), len(commit.ranks), rank=0)
-        return ModelSchema(saved.tables, *found.described()), found.imported
+        return ModelSchema(saved.tables, *found.described()), found.imported, found.collisions
     finally:
         files.release()
 

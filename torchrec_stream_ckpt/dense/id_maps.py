@@ -95,7 +95,18 @@ def _chosen(here: IdMap, saved: Mapping[int, State]) -> dict[str, State]:
     return {str(row0): saved[row0] for row0 in found}
 
 
+def no_id_map(table: str) -> SchemaMismatchError:
+    """Return the error of a marker without an id map for a table of this job that has one."""
+    return SchemaMismatchError(
+        "this model has a managed-collision id map for this table, but the marker does not",
+        hint="omit managed collision for it, or declare it dropped and added, which initializes it again",
+        table=table,
+    )
+
+
 def _check_kind(here: IdMap, saved: Mapping[int, State]) -> None:
+    if not saved:
+        raise no_id_map(here.table)
     other = next((piece for piece in saved.values() if here.ROWS not in piece), None)
     if other is not None:
         raise SchemaMismatchError(
@@ -136,11 +147,15 @@ def _overlapping(here: HashMap, ranges: Sequence[tuple[int, int]]) -> list[int]:
     first, last = here.row0, here.row0 + here.rows
     found = [(row0, end) for row0, end in ranges if row0 < last and end > first] or list(ranges[:1])
     gapless = all(end == row0 for (_, end), (row0, _) in pairwise(found))
-    if not found or not gapless or (here.rows and not found[0][0] <= first < last <= found[-1][1]):
-        raise SchemaMismatchError(
+    if not gapless or (here.rows and not found[0][0] <= first < last <= found[-1][1]):
+        whole = ranges[0][0] == 0 and all(end == row0 for (_, end), (row0, _) in pairwise(ranges))
+        kind, hint = (
+            (NewRowsNeededError, "keep num_embeddings") if whole else (SchemaMismatchError, "restore another marker")
+        )
+        raise kind(
             f"the marker does not have the id map of all rows {here.rows_text}: it has rows "
             f"{_texts(ranges, first, last)}",
-            hint="keep num_embeddings: the rows of a table with managed collision cannot change",
+            hint=hint,
             table=here.table,
         )
     return [row0 for row0, _ in found]

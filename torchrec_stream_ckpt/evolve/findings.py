@@ -90,6 +90,10 @@ class Findings:
             values: A name, or a name and a value.
         """
         self.differences.append(said)
+        self.needs(field_name, *values)
+
+    def needs(self, field_name: str, *values: Any) -> None:
+        """Record a declaration that a difference needs. Arguments are those of :meth:`differs`."""
         self.needed.setdefault(field_name, []).append(values[0] if len(values) == 1 else values)
 
     def accepting(self) -> Changes:

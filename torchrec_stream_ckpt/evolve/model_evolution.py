@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
@@ -18,7 +19,7 @@ from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
 from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.imported import States
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.evolve.resolve import NewRowsOf, TrainedRows, compare_tables
+from torchrec_stream_ckpt.evolve.resolve import HasIdMap, NewRowsOf, TrainedRows, compare_tables
 from torchrec_stream_ckpt.evolve.table_outcome import Evolution
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.schema import Schema
@@ -146,6 +147,7 @@ def evolve(
     made: Sequence[ClaimChanges] = (),
     again: bool = False,
     imported: States | None = None,
+    has_id_map: HasIdMap | None = None,
 ) -> ModelEvolution:
     """Find the outcome of each part of a marker in a model.
 
@@ -160,6 +162,7 @@ def evolve(
         again: Accept other changes that repeat invisible ones, such as an id map, because the user has named this
             marker.
         imported: (for an imported marker) Names of the dense optimizer states that it has, by parameter.
+        has_id_map: Same as in ``compare_tables``. If None, nothing is known of id maps.
 
     Raises:
         ChangesError: declarations are wrong; the error names all of them.
@@ -167,7 +170,14 @@ def evolve(
             Or a table is sharded on one side and data-parallel on the other.
     """
     evolution, found = compare(
-        saved, here, changes, dense=dense, trained_rows=trained_rows, made=made, imported=imported
+        saved,
+        here,
+        changes,
+        dense=dense,
+        trained_rows=trained_rows,
+        made=made,
+        imported=imported,
+        has_id_map=has_id_map,
     )
     found.check()
     assert evolution is not None
@@ -186,34 +196,37 @@ def compare(
     made: Sequence[ClaimChanges] = (),
     imported: States | None = None,
     new_rows: NewRowsOf | None = None,
+    has_id_map: HasIdMap | None = None,
 ) -> tuple[ModelEvolution | None, Findings]:
     """Compare like :func:`evolve`, but return the findings. If any prevents the restore, the evolution is None.
 
-    ``new_rows`` is that of ``compare_tables``.
+    ``new_rows`` and ``has_id_map`` are those of ``compare_tables``.
 
     Raises:
         SchemaMismatchError: a table is sharded on one side and data-parallel on the other.
     """
     check_placement(saved, here, changes)
+    known = partial(_compared, saved, here, dense, trained_rows, imported, new_rows, has_id_map)
     if made and made[0].digest == changes.digest and not changes.is_empty:
         unchanged = Findings(replace(NO_CHANGES, reassigned=changes.reassigned if new_rows is not None else ()))
-        as_it_is = _compared(saved, here, unchanged, dense, trained_rows, imported, new_rows)
+        as_it_is = known(unchanged)
         if as_it_is is not None:
             return replace(as_it_is, already=True), unchanged
     found = Findings(changes)
-    return _compared(saved, here, found, dense, trained_rows, imported, new_rows), found
+    return known(found), found
 
 
 def _compared(
     saved: ModelSchema,
     here: ModelSchema,
-    found: Findings,
     dense: bool,
     trained_rows: TrainedRows | None,
     imported: States | None,
     new_rows: NewRowsOf | None,
+    has_id_map: HasIdMap | None,
+    found: Findings,
 ) -> ModelEvolution | None:
     """Compare once, adding findings to ``found``. Returns None if any prevents the restore."""
-    tables = compare_tables(Schema(saved.tables), here.tables, found, trained_rows, new_rows)
+    tables = compare_tables(Schema(saved.tables), here.tables, found, trained_rows, new_rows, has_id_map)
     rest = compare_dense(saved, here, found, imported) if dense else None
     return ModelEvolution(tables, rest) if tables is not None and not found.against else None

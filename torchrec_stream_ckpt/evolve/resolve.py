@@ -25,6 +25,11 @@ NewRowsOf = Callable[[str, str], NewRows | None]
 Returns None if each shard is a union of the marker's. Raises ChangesError if there is no id map, SchemaMismatchError if
 it cannot be divided.
 """
+HasIdMap = Callable[[str, str], bool | None]
+"""Function of the names of a table in this model and in the marker that returns whether both have an id map for it.
+
+Returns None if that is unknown.
+"""
 
 
 def resolve(
@@ -59,6 +64,7 @@ def compare_tables(
     found: Findings,
     trained_rows: TrainedRows | None = None,
     new_rows: NewRowsOf | None = None,
+    has_id_map: HasIdMap | None = None,
 ) -> Evolution | None:
     """Resolve like :func:`resolve`, but add problems and differences to ``found``; returns None if there are any.
 
@@ -66,7 +72,7 @@ def compare_tables(
     """
     tables = here.tables if isinstance(here, Schema) else here
     live = {table.name: table for table in tables if not table.dropped}
-    return _Tables(saved, live, found, trained_rows, new_rows).evolution()
+    return _Tables(saved, live, found, trained_rows, new_rows, has_id_map).evolution()
 
 
 class _Tables:
@@ -79,6 +85,7 @@ class _Tables:
         found: Findings,
         trained_rows: TrainedRows | None,
         new_rows: NewRowsOf | None,
+        has_id_map: HasIdMap | None,
     ) -> None:
         self._saved = saved
         self._index = saved.index()
@@ -87,6 +94,7 @@ class _Tables:
         self._changes = found.declared
         self._trained_rows = trained_rows
         self._new_rows_of = new_rows
+        self._has_id_map = has_id_map or (lambda *_: None)
 
     def evolution(self) -> Evolution | None:
         """Return the outcome of all tables; None if there are problems or undeclared differences."""
@@ -241,7 +249,13 @@ class _Tables:
 
     def _new_rows(self, name: str, there: str) -> NewRows | None:
         """Return the new rows of a table's raw ids; None if it keeps its rows, or if this is not known here."""
-        if self._new_rows_of is None or name not in self._changes.reassigned:
+        if name not in self._changes.reassigned:
+            return None
+        if self._new_rows_of is None:
+            if self._has_id_map(name, there) is False:
+                self._found.problems.append(
+                    f"reassigned: {name!r}: the marker has no id map (managed collision) for this table"
+                )
             return None
         try:
             return self._new_rows_of(name, there)
@@ -277,15 +291,21 @@ class _Tables:
 
     def _rows(self, name: str, source: int) -> RowMap:
         """Return the rows that are kept."""
-        old, new = self._saved.tables[source].rows, self._here[name].rows
+        saved = self._saved.tables[source]
+        old, new = saved.rows, self._here[name].rows
         declared = self._changes.rows.get(name)
         kept, reassigned = RowMap(min(old, new)), name in self._changes.reassigned
+        moves = old != new or (declared is not None and declared.ids is not None)
+        needed = not reassigned and moves and self._has_id_map(name, saved.name) is True
+        said = f"table {name!r}: {new} rows here, {old} in the marker"
+        if needed:
+            self._found.needs("reassigned", name)
+            said += "; it has an id map (managed collision), so its raw ids need new rows"
         if declared is None:
             if old != new:
-                lost = "" if reassigned else self._lost(source, kept)
-                more = f"; {lost}" if lost else ""
+                lost = "" if reassigned or needed else self._lost(source, kept)
                 change = RowChange(new, allow_dropped_rows=bool(lost))
-                self._found.differs(f"table {name!r}: {new} rows here, {old} in the marker{more}", "rows", name, change)
+                self._found.differs(f"{said}; {lost}" if lost else said, "rows", name, change)
             return kept
         what, problem = f"rows: {name!r}", self._found.problems.append
         if declared.rows != new:
@@ -293,15 +313,18 @@ class _Tables:
             return kept
         if declared.ids is None and old == new:
             problem(f"{what}: marker and model both have {new} rows, but no ids are declared")
-        if declared.ids is not None and reassigned:
-            problem(f"{what}: ids are declared, but reassigned gives all rows to raw ids")
+        if declared.ids is not None and (reassigned or needed):
+            who = "reassigned" if reassigned else "its id map (managed collision)"
+            problem(f"{what}: ids are declared, but {who} gives all rows to raw ids")
+        elif needed:
+            self._found.differences.append(said)
         elif declared.ids is not None:
             outside = _outside(declared.ids, old, new)
             self._found.problems += [f"{what}: {each}" for each in outside]
             if outside:
                 return kept
             kept = RowMap.of(declared.ids)
-        lost = "" if declared.allow_dropped_rows or reassigned else self._lost(source, kept)
+        lost = "" if declared.allow_dropped_rows or reassigned or needed else self._lost(source, kept)
         if lost:
             problem(f"{what}: {lost}; set allow_dropped_rows to accept that")
         return kept

@@ -14,10 +14,13 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.find.best import Best, Said, Value, best_of, said_of
 from torchrec_stream_ckpt.find.new_job import examine_conditions, examine_new_job, examine_rules
 from torchrec_stream_ckpt.format.control import Commit
+from torchrec_stream_ckpt.format.entry_digests import id_entry
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.log.api import Finding, Incarnation, Log, open_log, options_for
 from torchrec_stream_ckpt.log.control.marker_names import give_name, remove_name
 from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.log.stream import newest_mark
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
@@ -256,6 +259,30 @@ class Job:
         dense = self.dense_of(commit)
         dense.verify(commit)
         return dense.local(commit)
+
+    def has_id_map(self, commit: Commit, table: str) -> bool | None:
+        """Return whether a table of a marker has an id map (managed collision), judging by a proof of its generation.
+
+        Returns None if that is unknown: the generation does not record raw ids or has no proofs, or its newest marker
+        cannot be read, as by :func:`newest_mark`.
+
+        Args:
+            commit: The marker.
+            table: Name of the table.
+
+        Raises:
+            LogUnavailableError: the log does not answer.
+        """
+        claim = self.lineage.claims[commit.generation]
+        if not claim.has_id_events or claim.layout is None:
+            return None
+        index = claim.schema.index()[table]
+        held = (any(each.table == index and each.rows for each in shards) for shards in claim.layout)
+        rank = next((rank for rank, holds in enumerate(held) if holds), 0)
+        mark = newest_mark(self.log, self.lineage, commit.generation, rank)
+        if mark is None or mark.dense_proof is None:
+            return None
+        return replicated_id(id_entry(table)) in mark.dense_proof.digests()
 
     # Control partition.
 

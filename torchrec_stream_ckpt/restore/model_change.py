@@ -9,6 +9,7 @@ from functools import cache
 
 from torchrec_stream_ckpt.dense.dense_state import DenseState
 from torchrec_stream_ckpt.dense.entry_matching import Match
+from torchrec_stream_ckpt.dense.id_maps import no_id_map
 from torchrec_stream_ckpt.dense.live_dense import LiveDense
 from torchrec_stream_ckpt.dense.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import ChangesError, MarkerNotFoundError, SchemaMismatchError, UnsupportedError
@@ -143,6 +144,7 @@ def compared(
         made=route.lineage.changes_made(route.marker),
         imported=saved.imported_states,
         new_rows=new_rows,
+        has_id_map=lambda table, there: there in saved.collisions and any(table in each for each in shards),
     )
     match = None
     if model is not None and model.dense is not None and not model.is_plain and _is_left(model):
@@ -220,16 +222,16 @@ def refuse_changed(lineage: Lineage, generation: int, held: MarkerId) -> None:
 
 
 def _is_same_model(lineage: Lineage, claim: Claim, held: MarkerId) -> bool:
-    """Return whether a generation has the model of a marker: same tables, same declared changes.
+    """Return whether a generation has the model of a marker: same tables, same declared changes with an effect.
 
     For a generation that is based on no marker and declares no changes (``fresh=True``), only the tables are compared.
     """
     own = lineage.claims[held.generation]
     if own.schema is not claim.schema and _tables(own.schema) != _tables(claim.schema):
         return False
-    told = [each.digest for each in told_to(lineage, claim)]
+    told, held_by = ([each.digest for each in told_to(lineage, at, effective=True)] for at in (claim, own))
     fresh = not told and _root(lineage, claim) != _root(lineage, own)
-    return fresh or told == [each.digest for each in told_to(lineage, own)]
+    return fresh or told == held_by
 
 
 def _tables(schema: Schema) -> dict[str, TableSpec]:
@@ -273,16 +275,11 @@ def _check_outcome(outcome: TableOutcome, collisions: frozenset[str], saved: fro
             "it again",
             table=outcome.name,
         )
-    mapped = outcome.name in collisions or outcome.saved_name in saved
-    if mapped and not outcome.keeps_all_rows and not outcome.reassigned:
-        raise UnsupportedError(
-            "the rows of a table with managed collision cannot change because its id map cannot be split",
-            hint="keep its rows, or declare it reassigned as well, which gives its raw ids new rows",
-            table=outcome.name,
-        )
     if outcome.saved_name in saved and outcome.name not in collisions:
         raise SchemaMismatchError(
             "the marker has a managed-collision id map for this table, but this model does not",
             hint="keep managed collision for it, or declare it dropped and added, which initializes it again",
             table=outcome.name,
         )
+    if outcome.name in collisions and outcome.saved_name not in saved:
+        raise no_id_map(outcome.name)
