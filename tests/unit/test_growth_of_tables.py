@@ -23,6 +23,7 @@ from torchrec_stream_ckpt.format.segment import Front
 from torchrec_stream_ckpt.inner import TableReader
 from torchrec_stream_ckpt.model import FusedKernel
 from torchrec_stream_ckpt.proofs.compare import Check, shared_blocks
+from torchrec_stream_ckpt.proofs.ledger import Ledger
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, agree
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.coverage import Coverage
@@ -30,7 +31,6 @@ from torchrec_stream_ckpt.restore.plan import Overlaps, RestorePlan
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.store.newest import TableChunks
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
-from torchrec_stream_ckpt.verify.ledger import Ledger
 
 FEW, MANY = 16, 32
 

@@ -17,9 +17,9 @@ from tests.sampled import sampled
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.inner import Unproved
+from torchrec_stream_ckpt.proofs.ledger import Ledger
 from torchrec_stream_ckpt.proofs.seen_marks import RankReport
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
-from torchrec_stream_ckpt.verify.ledger import Ledger
 
 COPIES = 3
 """More than the trees of these tests need at once."""

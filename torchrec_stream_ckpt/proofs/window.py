@@ -5,7 +5,7 @@ Also compares the rows in a HEAD that its marker proves with that proof.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -13,23 +13,21 @@ from itertools import islice
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Window
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import slices_of
-from torchrec_stream_ckpt.proofs.rowsums import Slice, TableSums, compare_sums
-from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks, common_window
+from torchrec_stream_ckpt.proofs.ledger import Ledger
+from torchrec_stream_ckpt.proofs.seen_marks import RankReport, common_window
 from torchrec_stream_ckpt.proofs.unproved import Compared
 from torchrec_stream_ckpt.store.api import Objects, Readable
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.head import Head
 from torchrec_stream_ckpt.store.ranges import SMALL_BYTES, read_window
 from torchrec_stream_ckpt.store.reader import open_segments
-from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId
 
 _MOST_OPEN = 2**14
 """Most segments whose directories are kept from marker to marker: about 40 MB."""
@@ -99,16 +97,15 @@ class WindowReader:
         window = window_of(notes)
         if window is None:
             return WindowCheck(marker, None)
-        opened = self._pieces(near, catalog, lineage, marker, cover)
-        pieces = tuple((lineage.claims[piece.generation].schema, piece) for piece in opened)
-        reading = _MarkerWindow(lineage, Path.at(lineage, marker), notes, window, pieces)
+        pieces = self._pieces(near, catalog, lineage, marker, cover)
+        proof = _MarkerProof(lineage, marker, window, notes)
         try:
-            found = self._read(near, reading, whole=False)
+            found = self._read(near, proof, pieces, whole=False)
         except CorruptionError:
             found = None
         if found is None or found.differing:
             near.clear()
-            found = self._read(self._objects, reading, whole=True)
+            found = self._read(self._objects, proof, pieces, whole=True)
         return found
 
     def _opened(self, near: _AtHand, catalog: Catalog, refs: Sequence[SegmentRef]) -> list[Picked]:
@@ -134,21 +131,16 @@ class WindowReader:
             pieces.append(replace(piece, opened=tuple(opened)))
         return tuple(pieces)
 
-    def _read(self, objects: Readable, reading: _MarkerWindow, *, whole: bool) -> WindowCheck:
-        schema, window, slices = reading.schema, reading.window, dict[int, set[Slice]]()
-        for entries in (picked.entries for _, piece in reading.pieces for picked in piece.opened):
-            for table, col0, cols in slices_of(entries):
-                slices.setdefault(table, set()).add((col0, cols))
-        seen, num_bytes = seen_at(reading.path, reading.notes), 0
-        sums = _sums_of(schema, window, slices, reading.shards, seen)
-        ids = [spec.id if table in sums else None for table, spec in enumerate(schema.tables)]
-        for of, piece in reading.pieces:
-            for read in read_window(objects, piece.opened, of, ids, window, self._pool, whole=whole):
+    def _read(self, objects: Readable, proof: _MarkerProof, pieces: Sequence[Piece], *, whole: bool) -> WindowCheck:
+        ledger, num_bytes = proof.begin(), 0
+        for piece in pieces:
+            schema = proof.lineage.claims[piece.generation].schema  # an older one may have had other tables
+            for read in read_window(objects, piece.opened, schema, proof.ids, proof.window, self._pool, whole=whole):
                 for found in read.chunks:
-                    sums[found.table].take(found.col0, found.cols, found.rows, 0)
+                    ledger.rows(found.table, found.col0, found.cols, found.rows)
                 num_bytes += read.num_bytes
                 self._progress(read.num_bytes)
-        return _compared(reading.marker, schema, window, seen, sums, num_bytes)
+        return proof.compared(ledger, num_bytes)
 
 
 class _AtHand:
@@ -181,40 +173,34 @@ class _AtHand:
 
 
 @dataclass(frozen=True, slots=True)
-class _MarkerWindow:
-    """One marker while its window is read."""
+class _MarkerProof:
+    """The proof of one marker."""
 
     lineage: Lineage
-    path: Path
-    """The path with only the marker."""
-    notes: tuple[Notes, ...]
+    marker: MarkerId
     window: Window
-    pieces: tuple[tuple[Schema, Piece], ...]
-    """Each with the schema of its generation: an older one may have had other tables."""
-
-    @property
-    def marker(self) -> MarkerId:
-        return self.path.chain[0]
+    notes: Sequence[Notes]
 
     @property
     def schema(self) -> Schema:
         return self.lineage.claims[self.marker.generation].schema
 
     @property
-    def shards(self) -> list[TableShard]:
-        """Shards of its ranks."""
-        return _with_rows(shard for each in self.notes for shard in each.shards)
+    def ids(self) -> list[int | None]:
+        """Ids of the tables."""
+        return [table.id for table in self.schema.tables]
 
+    def begin(self) -> Ledger:
+        """Return a ledger for the rows of the window, the oldest first."""
+        ledger = Ledger(self.lineage, only=self.window)
+        ledger.begin(self.schema)
+        return ledger
 
-def seen_at(path: Path, notes: Sequence[Notes]) -> SeenMarks:
-    """Collect the reports of the ranks of one marker. ``path`` is only the marker."""
-    seen = SeenMarks(path)
-    seen.told({path.chain[-1]: tuple(notes)})
-    return seen
-
-
-def _with_rows(shards: Iterable[TableShard]) -> list[TableShard]:
-    return [shard for shard in shards if shard.rows and shard.cols]
+    def compared(self, ledger: Ledger, num_bytes: int) -> WindowCheck:
+        """Return the result for the rows in a ledger. Raises CorruptionError as :meth:`Ledger.judge`."""
+        ledger.judge(self.marker, [RankReport(each.shards, each.mark.proof) for each in self.notes])
+        compared = replace(ledger.outcome(), total=cells_of(self.schema, self.window))
+        return WindowCheck(self.marker, self.window, compared, num_bytes)
 
 
 def window_of(notes: Sequence[Notes]) -> Window | None:
@@ -247,58 +233,16 @@ def check_head(lineage: Lineage, head: Head) -> WindowCheck:
     window = window_of(state.notes)
     if window is None:
         return WindowCheck(state.marker, None)
-    schema = lineage.claims[state.marker.generation].schema
-    slices: dict[int, set[Slice]] = {}
-    for index, col0, cols in state.columns:
-        slices.setdefault(index, set()).add((col0, cols))
-    shards = _with_rows(shard for each in state.notes for shard in each.shards)
-    seen, num_bytes = seen_at(Path.at(lineage, state.marker), state.notes), 0
-    sums = _sums_of(schema, window, slices, shards, seen)
+    proof, num_bytes = _MarkerProof(lineage, state.marker, window, state.notes), 0
+    ledger = proof.begin()
     for each in state.slices:
-        table = schema.tables[each.table]
-        if each.table not in sums:
+        table = proof.schema.tables[each.table]
+        if table.id is None:
             continue
-        assert table.id is not None
         blocks = window.blocks(table.id, 0, table.rows)
         ids = (blocks[:, None] * BLOCK_ROWS + np.arange(BLOCK_ROWS)).ravel()
         ids = ids[ids < table.rows]
-        weights, *states = (array[ids] for array in head.arrays(each, schema).arrays)
-        if len(ids):
-            sums[each.table].take(each.col0, each.cols, RowsView(ids, weights, tuple(states)), 0)
+        weights, *states = (array[ids] for array in head.arrays(each, proof.schema).arrays)
+        ledger.rows(each.table, each.col0, each.cols, RowsView(ids, weights, tuple(states)))
         num_bytes += weights.nbytes + sum(array.nbytes for array in states)
-    return _compared(state.marker, schema, window, seen, sums, num_bytes)
-
-
-def _sums_of(
-    schema: Schema,
-    window: Window,
-    slices: Mapping[int, Iterable[Slice]],
-    shards: Iterable[TableShard],
-    seen: SeenMarks,
-) -> dict[int, TableSums]:
-    """Allocate the sums of all tables of which the marker proves rows, and name their blocks in ``seen``.
-
-    Args:
-        schema: Schema of the marker's generation.
-        window: The window that it proves.
-        slices: By table, all column slices in which rows arrive.
-        shards: Shards of the ranks of its generation.
-        seen: MARKs of these ranks.
-    """
-    own, sums = dict[int, set[Slice]](), dict[int, TableSums]()
-    for shard in shards:
-        own.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-    for table in sorted(own):
-        spec = schema.tables[table]
-        if spec.id is not None and spec.rows and window.width:
-            sums[table] = TableSums(spec, sorted(slices.get(table, ())), sorted(own[table]))
-            sent = sums[table].allocate(window)
-            seen.sent |= {TableShard(table, 0, spec.rows, *columns): sent for columns in sums[table].own}
-    return sums
-
-
-def _compared(
-    marker: MarkerId, schema: Schema, window: Window, seen: SeenMarks, sums: Mapping[int, TableSums], num_bytes: int
-) -> WindowCheck:
-    compared = compare_sums(schema, seen, lambda table, *each: sums[table].digests(*each))
-    return WindowCheck(marker, window, replace(compared, total=cells_of(schema, window)), num_bytes)
+    return proof.compared(ledger, num_bytes)

@@ -2,7 +2,7 @@
 
 Markers share the data that leads to them. Each interval of the log and each piece of the store is read once, and its
 result counts for all markers that it leads to. Markers form a tree and are read along it, so that their proofs of live
-rows are compared on the way (``ledger.py``).
+rows are compared on the way (``proofs/ledger.py``).
 
 :class:`Steps` lists the data to read for markers, as a tree.
 
@@ -39,6 +39,7 @@ from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import Front, check_tables, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.log.stream import check_hello, checked_payload, read_mark, read_stream
+from torchrec_stream_ckpt.proofs.ledger import Ledger
 from torchrec_stream_ckpt.proofs.seen_marks import RankReport
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved
 from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
@@ -48,7 +49,6 @@ from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.dense import DenseStore
 from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front, open_segments, read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
-from torchrec_stream_ckpt.verify.ledger import Ledger
 
 READERS = 4
 """Number of threads that read the store and compare checksums."""

@@ -2,6 +2,8 @@
 
 A block is compared once, at the marker that proves it. It holds the same rows at each later marker until one of them is
 sent again. Where markers branch, a copy of the ledger is kept until one branch is read, for its sibling.
+
+A reader of the rows that one marker proves uses a ledger of only that marker's window.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import MAX_NAMED, Differing, Flags, Tally
 from torchrec_stream_ckpt.proofs.rowsums import Slice, plain_sums
-from torchrec_stream_ckpt.proofs.seen_marks import Circle, RankReport, digests_of
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, RankReport, common_window, digests_of
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
@@ -48,11 +50,14 @@ class _Table:
     A sum does not include the key of its row: that needs the id of the table, which a marker of version 1 does not
     have. Rows of several column slices are whole once each slice has added its part. Then their sums are settled, at
     the latest when slices change.
+
+    With ``only``, all rows of the blocks in that window are read. So a row, or a part of it, that does not arrive is
+    lost: it counts as zeros.
     """
 
-    def __init__(self, spec: TableSpec, memory_bytes: int, rotation: int) -> None:
+    def __init__(self, spec: TableSpec, memory_bytes: int, rotation: int, only: Window | None) -> None:
         self.spec = spec
-        self._memory_bytes, self._rotation = memory_bytes, rotation
+        self._memory_bytes, self._rotation, self._only = memory_bytes, rotation, only
         self._per_row = np.array([False, *(state.per_row for state in spec.states)])
         self._parts: dict[Slice, _Part] = {}
         self._columns: list[Slice] = []
@@ -61,8 +66,8 @@ class _Table:
         """Column slices that the settled values of row-wise states belong to."""
         self._slots: Ints | None = None
         count = -(-spec.rows // BLOCK_ROWS)
-        self.is_held = count * _BLOCK_BYTES <= memory_bytes
-        """False if its blocks alone would not fit the memory. Nothing is compared then."""
+        self.is_held = count * _BLOCK_BYTES <= memory_bytes if only is None else spec.id is not None
+        """False if nothing is compared: its blocks alone would not fit the memory, or no marker can prove them."""
         count *= self.is_held
         self.cells = np.diff(np.minimum(np.arange(count + 1) * BLOCK_ROWS, spec.rows)) * spec.dim
         """Number of cells of each block, in one section."""
@@ -76,19 +81,25 @@ class _Table:
         self.checked = self.differing = 0
         self.resplit = False
         """True if row-wise states arrived in other column slices before."""
+        if only is not None and spec.id is not None:
+            self._slots = self._allocate(only.blocks(spec.id, 0, spec.rows))
+            self._known[:] = True
 
     @property
     def sections(self) -> int:
         """Number of sections: the weights, and each state."""
         return len(self._per_row)
 
-    def _allocate(self, cols: int) -> Ints:
-        """Allocate a slot for each block that fits the memory, for rows in slices of ``cols`` columns."""
+    def _fitting(self, cols: int) -> Ints:
+        """Return the blocks that fit the memory, for rows in slices of ``cols`` columns."""
         parts = -(-self.spec.dim // cols)
         row_bytes = self.sections * 9 + (parts * (8 * self.sections + 1) if parts > 1 else 0)
         width = min(POSITIONS, self._memory_bytes * POSITIONS // (row_bytes * len(self.open) * BLOCK_ROWS))
         window = Window(self._rotation * width % POSITIONS, width)
-        chosen = window.blocks(0, 0, self.spec.rows) if width else np.empty(0, np.int64)
+        return window.blocks(0, 0, self.spec.rows) if width else np.empty(0, np.int64)
+
+    def _allocate(self, chosen: Ints) -> Ints:
+        """Allocate a slot for each of these blocks. Returns the slot of each block of the table, or -1."""
         slots = np.full(len(self.open), -1, np.int64)
         slots[chosen] = np.arange(len(chosen))
         rows = (chosen[:, None] * BLOCK_ROWS + _ROWS).ravel()
@@ -99,7 +110,7 @@ class _Table:
     def take(self, col0: int, cols: int, rows: RowsView) -> None:
         """Add rows that are newer than all previous ones."""
         if self._slots is None:
-            self._slots = self._allocate(cols)
+            self._slots = self._allocate(self._fitting(cols))
         blocks = np.unique(rows.ids // BLOCK_ROWS)
         self.fresh[blocks] = True
         self._judged(blocks, np.zeros((len(blocks), self.sections), np.bool_), self.bad[blocks])
@@ -148,7 +159,7 @@ class _Table:
         return blocks[places // BLOCK_ROWS] * BLOCK_ROWS + places % BLOCK_ROWS
 
     def settle(self) -> None:
-        """Add up the parts of the slices. Rows that only some slices have sent become unknown."""
+        """Add up the parts of the slices. Rows that only some slices have sent become unknown, or count as lost."""
         if not self._parts:
             return
         places = np.flatnonzero(np.logical_or.reduce([part.written for part in self._parts.values()]))
@@ -169,7 +180,7 @@ class _Table:
             tiled = sum(cols for _, cols in self._parts) == self.spec.dim
             whole = np.logical_and.reduce(written) & tiled
             sums[some] = sum(part.values[places[some]] for part in self._parts.values())
-            known[some] = whole[some, None]
+            known[some] = whole[some, None] | (self._only is not None)
             if own != frozenset(self._parts):
                 known[np.ix_(some, self._per_row)] = False
         return sums, known
@@ -221,14 +232,24 @@ class Ledger:
         rotation: Number that determines which share of the blocks is checked, if not all of them fit.
         memory_bytes: Maximum bytes of the sums and their copies. If all blocks would take more, only a share of them is
             checked.
+        only: Window whose blocks alone are checked, all of them. All of their rows are read: one that does not arrive
+            is lost. None for all blocks.
     """
 
-    def __init__(self, lineage: Lineage, copies: int = 0, rotation: int = 0, memory_bytes: int = MEMORY_BYTES) -> None:
+    def __init__(
+        self,
+        lineage: Lineage,
+        copies: int = 0,
+        rotation: int = 0,
+        memory_bytes: int = MEMORY_BYTES,
+        only: Window | None = None,
+    ) -> None:
         self._lineage, self._memory_bytes, self._rotation = lineage, memory_bytes // (1 + copies), rotation
-        self._numbers = {marker: number for number, marker in enumerate(lineage.commits)}
-        self._markers = list(lineage.commits)
+        self._only = only
+        self._markers: list[MarkerId] = []
+        """Markers whose proofs were compared, in that order."""
         self._windows: dict[MarkerId, Window] = {}
-        self._names: dict[tuple[str, int, int, int, int], UnprovedBlock] = {}
+        self._names: dict[tuple[str, int, int, int, MarkerId], UnprovedBlock] = {}
         self._proving: tuple[MarkerId, Path, Circle] | None = None
         """A marker that blocks do not fit, its path and its circle."""
         self._schema = Schema(())
@@ -238,7 +259,7 @@ class Ledger:
     def begin(self, schema: Schema) -> None:
         """Begin a generation that builds on no other one: nothing is known of its tables."""
         self._schema, self._names, self._proving = schema, {}, None
-        self._tables = [_Table(spec, memory, self._rotation) for spec, memory in self._shares(schema)]
+        self._tables = [_Table(spec, memory, self._rotation, self._only) for spec, memory in self._shares(schema)]
 
     def _shares(self, schema: Schema) -> Iterator[tuple[TableSpec, int]]:
         """Yield the tables, each with its share of the memory in bytes."""
@@ -258,7 +279,7 @@ class Ledger:
             table.settle()
         kept = [index < len(before) and goes_on(before[index], spec) for index, spec in enumerate(schema.tables)]
         self._tables = [
-            self._tables[index] if kept[index] else _Table(spec, memory, self._rotation)
+            self._tables[index] if kept[index] else _Table(spec, memory, self._rotation, self._only)
             for index, (spec, memory) in enumerate(self._shares(schema))
         ]
 
@@ -291,11 +312,11 @@ class Ledger:
         Raises:
             CorruptionError: a proof has more or fewer digests than its shards have.
         """
-        windows = {each.proof.window if each.proof is not None else None for each in said}
-        window = windows.pop() if len(windows) == 1 else None
+        window = common_window(each.proof for each in said)
         if window is None:
             return
         self._windows[marker] = window
+        self._markers.append(marker)
         schema = self._lineage.claims[marker.generation].schema
         for index, (blocks, expected, own) in _expected(said, schema, window).items():
             table, id_ = self._tables[index], schema.tables[index].id
@@ -304,7 +325,7 @@ class Ledger:
             if within:
                 kept = np.flatnonzero(~table.fresh[blocks])
                 blocks, expected = blocks[kept], expected[kept]
-            table.judge(blocks, expected, frozenset(own), id_, self._numbers[marker])
+            table.judge(blocks, expected, frozenset(own), id_, len(self._markers) - 1)
 
     def outcome(self) -> Compared:
         """Return the result for the rows of the current marker."""
@@ -322,9 +343,9 @@ class Ledger:
 
     def _name(self, index: int, block: int, section: int, number: int) -> UnprovedBlock:
         """Describe a block that does not fit the proof of a marker. All markers that hold the block share the text."""
-        key = (self._schema.tables[index].name, index, block, section, number)
+        marker = self._markers[number]
+        key = (self._schema.tables[index].name, index, block, section, marker)
         if key not in self._names:
-            marker = self._markers[number]
             if self._proving is None or self._proving[0] != marker:
                 path = Path.to(self._lineage, marker)
                 windows = {path.place(each): self._windows[each] for each in path.chain if each in self._windows}
