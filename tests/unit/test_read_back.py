@@ -263,10 +263,10 @@ def test_readings_that_are_not_ours_are_refused() -> None:
     reading = Reading(17.0, {"a": 3.5}, (ReadUnit("folds/x", 7, 4000),))
     assert Reading.from_bytes(reading.to_bytes(), "here") == reading
     for wrong in (b"", b"[]", b"{}", reading.to_bytes()[:-1], reading.to_bytes().replace(b"4000", b"4001")):
-        with pytest.raises(CorruptionError, match="not a valid record of readings"):
+        with pytest.raises(CorruptionError):
             Reading.from_bytes(wrong, "here")
     for other in (Reading(True, {}, ()), Reading(1.0, {"a": "b"}, ()), Reading(1.0, {}, (ReadUnit("x", 1, 2.0),))):  # type: ignore[arg-type, dict-item]
-        with pytest.raises(CorruptionError, match="not a valid record of readings"):
+        with pytest.raises(CorruptionError):
             Reading.from_bytes(other.to_bytes(), "here")
 
 

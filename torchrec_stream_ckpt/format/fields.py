@@ -91,7 +91,7 @@ class Fields:
         return [_typed(item, int, f"{self._what}.{name}") for item in self.take(name, list)]
 
     def each(self, name: str, kind: type[T]) -> tuple[T, ...]:
-        return tuple(_record(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
+        return tuple(record_of(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
 
     def rank_ends(self, name: str) -> RankEnds:
         """Return the ends of all ranks of a COMMIT, packed. Version 1 has them one by one."""
@@ -101,7 +101,7 @@ class Fields:
 
     def dense_list(self, name: str) -> DenseList | None:
         """Read a COMMIT's field about a list of dense files. Returns None if it is omitted."""
-        return _record(self._raw[name], DenseList, f"{self._what}.{name}") if name in self._raw else None
+        return record_of(self._raw[name], DenseList, f"{self._what}.{name}") if name in self._raw else None
 
     def proof(self) -> Proof | None:
         """Read the proof of a MARK. Returns None if it is omitted."""
@@ -110,8 +110,8 @@ class Fields:
         what = f"{self._what}.proof"
         raw = dict(self.take("proof", dict))
         items = _typed(raw.pop("replicated", None), list, f"{what}.replicated")
-        replicated = tuple(_record(item, ReplicatedProof, f"{what}.replicated") for item in items)
-        proof = _record(raw, Proof, what, replicated=replicated)
+        replicated = tuple(record_of(item, ReplicatedProof, f"{what}.replicated") for item in items)
+        proof = record_of(raw, Proof, what, replicated=replicated)
         proof.check(what)
         return proof
 
@@ -120,7 +120,7 @@ class Fields:
         if "dense_proof" not in self._raw:
             return None
         what = f"{self._what}.dense_proof"
-        proof = _record(self._raw["dense_proof"], DenseProof, what)
+        proof = record_of(self._raw["dense_proof"], DenseProof, what)
         proof.check(what)
         return proof
 
@@ -285,7 +285,7 @@ _names: Callable[[type], frozenset[str]] = cache(_payload_names)
 _hints: Callable[[type], dict[str, Any]] = cache(get_type_hints)
 
 
-def _record(item: object, kind: type[T], what: str, **given: object) -> T:
+def record_of(item: object, kind: type[T], what: str, **given: object) -> T:
     """Make an instance of the dataclass ``kind`` from a JSON object with exactly its fields, except those ``given``."""
     raw = _typed(item, dict, what)
     hints = _hints(kind)
@@ -316,8 +316,8 @@ def _table(item: object, what: str, optional: set[str]) -> TableSpec:
     id_ = _typed(raw.pop("id"), int, f"{what}.id") if "id" in raw and "id" in optional else None
     if id_ is not None and id_ >= MAX_ID:
         raise CorruptionError(f"{what}.id is {id_}, expected a number below {MAX_ID}")
-    given = tuple(_record(state, StateSpec, what) for state in states)
-    table = _record(raw, TableSpec, what, states=given, id=id_)
+    given = tuple(record_of(state, StateSpec, what) for state in states)
+    table = record_of(raw, TableSpec, what, states=given, id=id_)
     if table.dropped:
         raise CorruptionError(f"{what}: a table has no name")
     if not {table.dtype, *(state.dtype for state in table.states)} <= DTYPE_BYTES.keys():

@@ -9,17 +9,17 @@ from __future__ import annotations
 import base64
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, field, fields
-from functools import partial
+from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar, Self, TypeAlias, get_args, get_type_hints
 
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
-from torchrec_stream_ckpt.format.fields import Fields
+from torchrec_stream_ckpt.format.fields import record_of
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
@@ -56,10 +56,55 @@ class SegmentRef:
 _REF_FIELDS = {each.name for each in fields(SegmentRef)}
 
 
+class StoreObject:
+    """A JSON object of a store. Its fields are those of the dataclass, each written and read by its type."""
+
+    __slots__ = ()
+    KIND: ClassVar[str]
+    NEWEST: ClassVar[int] = FORMAT
+    """Newest format that is read."""
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset()
+    """Fields that are left out if older programs can then read the object, and nothing is lost."""
+
+    @property
+    def format(self) -> int:
+        """Format that the content needs."""
+        return FORMAT
+
+    @property
+    def left_out(self) -> Set[str]:
+        """Optional fields that are not written."""
+        return self.OPTIONAL if self.format == FORMAT else frozenset()
+
+    def to_bytes(self) -> bytes:
+        codecs, left_out = _codecs(type(self)).items(), self.left_out
+        body = {name: write(getattr(self, name)) for name, (write, _) in codecs if name not in left_out}
+        return _sealed(canonical(body), self.KIND, self.format)
+
+    @classmethod
+    def from_bytes(cls, data: Buffer, where: str) -> Self:
+        """Read and check an object.
+
+        Raises:
+            CorruptionError: it was altered, is of a newer format or of another kind; the error names the object.
+        """
+        codecs = _codecs(cls)
+        body, version = _unwrap(data, cls, codecs.keys(), where)
+        found = cls(**{name: read(body[name], where) for name, (_, read) in codecs.items() if name in body})
+        found.check(where)
+        if (found.format, found.left_out) != (version, codecs.keys() - body.keys()):
+            raise CorruptionError(f"{cls.KIND} is not in canonical form", name=where)
+        return found
+
+    def check(self, where: str) -> None:
+        """Check what the types of the fields leave open."""
+
+
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class Manifest(StoreObject):
     """Object whose existence puts a marker in the store: all segments of its interval, and its dense state."""
 
+    KIND: ClassVar[str] = "manifest"
     commit: Commit
     """COMMIT as in the control partition, with its signature."""
     previous: MarkerId | None
@@ -77,36 +122,21 @@ class Manifest:
         """Last segment of each rank, which has the rank's notes."""
         return tuple(of_rank[-1] for of_rank in self.segments)
 
-    def to_bytes(self) -> bytes:
-        body = {
-            "commit": _frame_text(self.commit),
-            "previous": _marker_text(self.previous),
-            "segments": [[asdict(each) for each in ranks] for ranks in self.segments],
-        }
-        return _wrap("manifest", body)
-
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> Manifest:
-        """Read and check a manifest.
-
-        Raises:
-            CorruptionError: it was altered, is of a newer format, or is not a manifest; the error names the object.
-        """
-        body = _unwrap(data, "manifest", where, {"commit", "previous", "segments"})
-        commit, previous = _commit(body, where)
-        ranks = tuple(
-            _refs(each, partial(_interval_name, commit, rank), where)
-            for rank, each in enumerate(_list(body["segments"], where))
-        )
-        if len(ranks) != len(commit.ranks):
+    def check(self, where: str) -> None:
+        _check_previous(self.commit, self.previous, where)
+        if len(self.segments) != len(self.commit.ranks):
             raise CorruptionError("manifest does not list the segments of every rank", name=where)
-        return cls(commit, previous, ranks)
+        for rank, refs in enumerate(self.segments):
+            names = (StoreSegment(self.commit.job, self.commit.id, rank, part).name for part in range(len(refs)))
+            _check_names(refs, names, where)
 
 
 @dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(StoreObject):
     """The newest version of each row that changed in (start, end]. Without ``start`` it is a base and has all rows."""
 
+    KIND: ClassVar[str] = "fold"
+    NEWEST: ClassVar[int] = 2
     job: bytes
     start: MarkerId | None
     end: MarkerId
@@ -114,43 +144,32 @@ class Fold:
     """``RankEnd.chain`` of rank 0 at ``end``. Distinguishes histories that share a job and a marker's name."""
     segments: tuple[SegmentRef, ...]
 
-    def to_bytes(self) -> bytes:
-        body = {
-            "job": self.job.hex(),
-            "start": _marker_text(self.start),
-            "end": str(self.end),
-            "chain": self.chain,
-            "segments": [asdict(each) for each in self.segments],
-        }
+    @property
+    def format(self) -> int:
         dense = all(ref.name == self.name_of(part) for part, ref in enumerate(self.segments))
-        return _wrap("fold", body, FORMAT if dense else 2)
+        return FORMAT if dense else 2
 
     def name_of(self, part: int) -> str:
         """Return the name of a part."""
         return FoldName(self.job, self.end, self.start).segment_name(part)
 
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> Fold:
-        """Read and check a fold, as :meth:`Manifest.from_bytes`."""
-        body = _unwrap(data, "fold", where, {"job", "start", "end", "chain", "segments"}, highest=2)
-        job, start, end = _job(body["job"], where), _marker(body["start"], where), _marker(body["end"], where)
+    def check(self, where: str) -> None:
+        start, end = self.start, self.end
         if end is None or (start is not None and not start < end):
             raise CorruptionError(f"{start} is not before {end}", name=where)
-        name = FoldName(job, end, start)
-        refs = _refs(body["segments"], name.segment_name, where, _parts(body["segments"], name, where))
-        fold = cls(job, start, end, _chain(body, "fold", where), refs)
-        if fold.to_bytes() != data:
-            raise CorruptionError("fold is not in canonical form", name=where)
-        return fold
+        _check_chain(self.KIND, self.chain, where)
+        name = FoldName(self.job, end, start)
+        _check_names(self.segments, map(name.segment_name, _parts(self.segments, name)), where)
 
 
 @dataclass(frozen=True, slots=True)
-class Dropped:
+class Dropped(StoreObject):
     """Record that a marker was given up and is no longer offered.
 
     It keeps the lineage information of the manifest, so that the manifest may be deleted.
     """
 
+    KIND: ClassVar[str] = "dropped"
     commit: Commit
     previous: MarkerId | None
     """Previous marker of the generation, as in the manifest."""
@@ -179,29 +198,20 @@ class Dropped:
         """Day when it was given up, for people."""
         return day(self.time_s)
 
-    def to_bytes(self) -> bytes:
-        body = {
-            "commit": _frame_text(self.commit),
-            "previous": _marker_text(self.previous),
-            "time_s": self.time_s,
-            "reason": self.reason,
-        }
-        return _wrap("dropped", body)
-
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> Dropped:
-        """Read and check the record, as :meth:`Manifest.from_bytes`."""
-        body = _unwrap(data, "dropped", where, {"commit", "previous", "time_s", "reason"})
-        return cls(*_commit(body, where), _time(body, where), _text(body["reason"], where))
+    def check(self, where: str) -> None:
+        _check_previous(self.commit, self.previous, where)
 
 
 @dataclass(frozen=True, slots=True)
-class Garbage:
+class Garbage(StoreObject):
     """Objects that were found unneeded at some time. They are deleted once no reader of that time can need them.
 
     A record without clocks, of format 1, gives no usable time, because the wall clocks of two hosts do not agree.
     """
 
+    KIND: ClassVar[str] = "garbage"
+    NEWEST: ClassVar[int] = 2
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset({"clocks", "newest", "idle_s"})
     time_s: float
     """Time when this was found, Unix time. For people."""
     names: tuple[str, ...]
@@ -212,37 +222,18 @@ class Garbage:
     idle_s: float = 0.0
     """Time for which it had been the newest marker by then, at least, in seconds."""
 
-    def to_bytes(self) -> bytes:
-        body: dict[str, Any] = {"time_s": self.time_s, "names": list(self.names)}
-        if not self.clocks:
-            return _wrap("garbage", body)
-        more = {"clocks": dict(self.clocks), "newest": _marker_text(self.newest), "idle_s": self.idle_s}
-        return _wrap("garbage", body | more, 2)
-
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> Garbage:
-        """Read and check the record, as :meth:`Manifest.from_bytes`."""
-        body = _unwrap(data, "garbage", where, {"time_s", "names"}, {"clocks", "newest", "idle_s"})
-        names = tuple(_text(name, where) for name in _list(body["names"], where))
-        if "clocks" not in body:
-            return cls(_time(body, where), names)
-        clocks = body["clocks"]
-        if not isinstance(clocks, dict) or not clocks:
-            raise CorruptionError(f"garbage has invalid clocks {clocks!r:.80}", name=where)
-        shown = {name: _seconds(value, where) for name, value in clocks.items()}
-        newest, idle_s = _marker(body["newest"], where), _seconds(body["idle_s"], where)
-        return cls(_time(body, where), names, shown, newest, idle_s)
+    @property
+    def format(self) -> int:
+        return 2 if self.clocks else FORMAT
 
 
 @dataclass(frozen=True, slots=True)
-class Pin:
+class Pin(StoreObject):
     """Record that retention must keep a marker."""
 
+    KIND: ClassVar[str] = "pin"
     time_s: float
     """Time when the marker was pinned, Unix time."""
-
-    def to_bytes(self) -> bytes:
-        return _wrap("pin", {"time_s": self.time_s})
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,9 +249,10 @@ class TableRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(StoreObject):
     """Finding of a checker: rows of a marker that differ from the tables at a cut. It has no effect on its own."""
 
+    KIND: ClassVar[str] = "verdict"
     job: bytes
     marker: MarkerId
     chain: int
@@ -269,63 +261,42 @@ class Verdict:
     time_s: float
     """Time of the finding, Unix time."""
 
-    def to_bytes(self) -> bytes:
-        body = {
-            "job": self.job.hex(),
-            "marker": str(self.marker),
-            "chain": self.chain,
-            "rows": [asdict(each) for each in self.rows],
-            "time_s": self.time_s,
-        }
-        return _wrap("verdict", body)
-
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> Verdict:
-        """Read and check the finding, as :meth:`Manifest.from_bytes`."""
-        body = _unwrap(data, "verdict", where, {"job", "marker", "chain", "rows", "time_s"})
-        marker = _marker(body["marker"], where)
-        if marker is None:
+    def check(self, where: str) -> None:
+        if self.marker is None:
             raise CorruptionError("verdict does not name a marker", name=where)
-        rows = tuple(_table_rows(item, where) for item in _list(body["rows"], where))
-        return cls(_job(body["job"], where), marker, _chain(body, "verdict", where), rows, _time(body, where))
+        _check_chain(self.KIND, self.chain, where)
+        for rows in self.rows:
+            if not rows.begin < rows.end:
+                raise CorruptionError(f"verdict has an empty range of rows [{rows.begin}, {rows.end})", name=where)
 
 
-def _table_rows(item: object, where: str) -> TableRows:
+def _check_chain(kind: str, chain: int, where: str) -> None:
+    if chain >= 2**32:
+        raise CorruptionError(f"{kind} has an invalid chain {chain!r:.80}", name=where)
+
+
+def _check_previous(commit: Commit, previous: MarkerId | None, where: str) -> None:
+    if previous is not None and not (previous < commit.id and previous.generation == commit.generation):
+        raise CorruptionError(f"{previous} is not before {commit.id}", name=where)
+
+
+def _check_names(refs: Iterable[SegmentRef], names: Iterable[str], where: str) -> None:
+    """Check the names of the parts of one interval or fold. They follow from it, so none can belong to another one."""
+    for ref, expected in zip(refs, names, strict=True):
+        if ref.name != expected:
+            raise CorruptionError(f"names {ref.name!r:.120}, expected {expected}", name=where)
+
+
+def _commit(text: object, where: str) -> Commit:
     try:
-        fields = Fields(canonical(item), "rows", TableRows)
-        found = TableRows(*(fields.take(name, int) for name in ("table", "begin", "end")))
-    except CorruptionError as error:
-        raise CorruptionError(error.message, name=where) from None
-    if not found.begin < found.end:
-        raise CorruptionError(f"verdict has an empty range of rows [{found.begin}, {found.end})", name=where)
-    return found
-
-
-def _chain(body: Mapping[str, Any], what: str, where: str) -> int:
-    chain = body["chain"]
-    if type(chain) is not int or not 0 <= chain < 2**32:
-        raise CorruptionError(f"{what} has an invalid chain {chain!r:.80}", name=where)
-    return chain
-
-
-def _commit(body: Mapping[str, Any], where: str) -> tuple[Commit, MarkerId | None]:
-    """Return the COMMIT in an object, and the previous marker of its generation."""
-    try:
-        commit = parse_control(base64.b64decode(_text(body["commit"], where), validate=True))
+        commit = parse_control(base64.b64decode(_text(text, where), validate=True))
     except ValueError as error:
         raise CorruptionError(f"not base64: {error}", name=where) from None
     except CorruptionError as error:
         raise CorruptionError(error.message, hint=error.hint, **{"name": where, **error.where}) from None
     if not isinstance(commit, Commit):
         raise CorruptionError("this object does not hold a COMMIT", name=where)
-    previous = _marker(body["previous"], where)
-    if previous is not None and not (previous < commit.id and previous.generation == commit.generation):
-        raise CorruptionError(f"{previous} is not before {commit.id}", name=where)
-    return commit, previous
-
-
-def _interval_name(commit: Commit, rank: int, part: int) -> str:
-    return StoreSegment(commit.job, commit.id, rank, part).name
+    return commit
 
 
 def _frame_text(commit: Commit) -> str:
@@ -360,18 +331,10 @@ def _text(value: object, where: str) -> str:
     return value
 
 
-def _time(body: Mapping[str, Any], where: str) -> float:
-    return _seconds(body["time_s"], where)
-
-
 def _seconds(value: object, where: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < _LATEST_S:
         raise CorruptionError(f"{value!r:.40} is not a time in seconds", name=where)
     return float(value)
-
-
-def _wrap(kind: str, body: Mapping[str, Any], version: int = FORMAT) -> bytes:
-    return _sealed(canonical(body), kind, version)
 
 
 def _sealed(body: bytes, kind: str, version: int) -> bytes:
@@ -379,16 +342,12 @@ def _sealed(body: bytes, kind: str, version: int) -> bytes:
     return b'{"body":%s,"crc32c":"%08x","format":%d,"kind":"%s"}' % (body, crc32c(body), version, kind.encode("ascii"))
 
 
-def _unwrap(
-    data: Buffer, kind: str, where: str, names: set[str], added: Set[str] = frozenset(), highest: int = FORMAT
-) -> dict[str, Any]:
-    """Check a JSON object and return its body.
-
-    ``added`` are the fields that only format 2 has. ``highest`` is the newest format if there are no such fields.
-    """
+def _unwrap(data: Buffer, cls: type[StoreObject], names: Set[str], where: str) -> tuple[dict[str, Any], int]:
+    """Check a JSON object with these fields. Returns its body, and its format."""
+    kind, highest = cls.KIND, cls.NEWEST
     data = bytes(data)
     raw, text = _object(data, where)
-    version, highest = raw.get("format"), 2 if added else highest
+    version: Any = raw.get("format")
     if type(version) is int and version > highest:
         raise CorruptionError(
             f"{kind} has format {version}, this program reads up to {highest}",
@@ -399,12 +358,11 @@ def _unwrap(
     known = type(version) is int and FORMAT <= version <= highest and raw.keys() == {"format", "kind", "crc32c", "body"}
     if not known or raw["kind"] != kind or not isinstance(body, dict):
         raise CorruptionError(f"not a {kind} of this store", name=where)
-    if _sealed(text, kind, raw["format"]) != data:
+    if _sealed(text, kind, version) != data:
         raise CorruptionError(f"{kind} was altered: its checksum does not match", name=where)
-    expected = names | added if version == 2 else names
-    if body.keys() != expected:
-        raise CorruptionError(f"{kind} has fields {sorted(body)!r:.200}, expected {sorted(expected)}", name=where)
-    return body
+    if body.keys() not in (names, names - cls.OPTIONAL):
+        raise CorruptionError(f"{kind} has fields {sorted(body)!r:.200}, expected {sorted(names)}", name=where)
+    return body, version
 
 
 def _object(data: bytes, where: str) -> tuple[dict[str, Any], bytes]:
@@ -419,28 +377,24 @@ def _object(data: bytes, where: str) -> tuple[dict[str, Any], bytes]:
     return raw, text
 
 
-def _parts(items: object, fold: FoldName, where: str) -> list[int]:
+def _parts(refs: Sequence[SegmentRef], fold: FoldName) -> Sequence[int]:
     """Return the numbers of a fold's parts, from their names. They ascend, and some may be omitted."""
-    found = [parse_fold_segment(str(item.get("name"))) for item in _list(items, where) if isinstance(item, dict)]
+    found = [parse_fold_segment(str(ref.name)) for ref in refs]
     parts = [part for each, part in filter(None, found) if each == fold]
     if len(parts) < len(found) or any(part <= before for before, part in pairwise(parts)):
-        parts = list(range(len(found)))  # the check that follows names the first one that belongs to another fold
+        return range(len(found))  # the check that follows names the first one that belongs to another fold
     return parts
 
 
-def _refs(
-    items: object, name_of: Callable[[int], str], where: str, parts: Sequence[int] | None = None
-) -> tuple[SegmentRef, ...]:
-    """Read the parts of one interval or fold. Their names follow from it, so none can belong to another one."""
-    given = _list(items, where)
-    numbers = parts if parts is not None and len(parts) == len(given) else range(len(given))
-    refs = tuple(_ref(item, name_of(part), where) for part, item in zip(numbers, given, strict=True))
+def _refs(items: object, where: str) -> tuple[SegmentRef, ...]:
+    """Read the parts of one interval or fold."""
+    refs = tuple(_ref(item, where) for item in _list(items, where))
     if not refs:
         raise CorruptionError("an interval or fold must have segments", name=where)
     return refs
 
 
-def _ref(item: object, expected: str, where: str) -> SegmentRef:
+def _ref(item: object, where: str) -> SegmentRef:
     if not isinstance(item, dict) or item.keys() != _REF_FIELDS:
         said = f"fields {sorted(item)!r:.200}" if isinstance(item, dict) else f"{item!r:.80}"
         raise CorruptionError(f"segment has {said}, expected {sorted(_REF_FIELDS)}", name=where)
@@ -448,14 +402,85 @@ def _ref(item: object, expected: str, where: str) -> SegmentRef:
     for name, value in item.items():
         if name != "name" and (type(value) is not int or not 0 <= value < 1 << 64):
             raise CorruptionError(f"segment.{name} is {value!r:.80}, expected int", name=where)
-    if ref.name != expected:
-        raise CorruptionError(f"names {ref.name!r:.120}, expected {expected}", name=where)
     if not HEADER_LEN <= ref.front_bytes <= ref.num_bytes:
         raise CorruptionError(f"{ref.name} has impossible lengths", name=where)
     return ref
+
+
+def _whole(value: object, where: str) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise CorruptionError(f"{value!r:.80} is not a whole number", name=where)
+    return value
+
+
+def _flag(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise CorruptionError(f"{value!r:.80} is not true or false", name=where)
+    return value
 
 
 def _list(value: object, where: str) -> list[Any]:
     if not isinstance(value, list):
         raise CorruptionError(f"{value!r:.80} is not a list", name=where)
     return value
+
+
+def _clocks(value: object, where: str) -> dict[str, float]:
+    if not isinstance(value, dict) or not value:
+        raise CorruptionError(f"garbage has invalid clocks {value!r:.80}", name=where)
+    return {name: _seconds(shown, where) for name, shown in value.items()}
+
+
+def _each(read: Callable[[object, str], Any]) -> Callable[[object, str], tuple[Any, ...]]:
+    return lambda value, where: tuple(read(item, where) for item in _list(value, where))
+
+
+def _as_is(value: Any) -> Any:
+    return value
+
+
+def _dicts(items: Iterable[Any]) -> list[dict[str, Any]]:
+    return [asdict(item) for item in items]
+
+
+Codec: TypeAlias = tuple[Callable[[Any], Any], Callable[[Any, str], Any]]
+"""Conversion of a field to JSON, and back from JSON that may be of any kind."""
+_CODECS: dict[object, Codec] = {
+    bytes: (bytes.hex, _job),
+    bool: (_as_is, _flag),
+    int: (_as_is, _whole),
+    float: (_as_is, _seconds),
+    str: (_as_is, _text),
+    Commit: (_frame_text, _commit),
+    MarkerId: (str, _marker),
+    MarkerId | None: (_marker_text, _marker),
+    Mapping[str, float]: (dict, _clocks),
+    tuple[str, ...]: (list, _each(_text)),
+    tuple[SegmentRef, ...]: (_dicts, _refs),
+    tuple[tuple[SegmentRef, ...], ...]: (lambda ranks: [_dicts(refs) for refs in ranks], _each(_refs)),
+}
+"""Codec of a field of each type."""
+
+
+def _codec(hint: object) -> Codec:
+    """Return the codec of a type: of the table, or of several objects with the fields of a dataclass."""
+    if hint in _CODECS:
+        return _CODECS[hint]
+    kind = get_args(hint)[0]
+
+    def read(item: object, where: str) -> Any:
+        try:
+            return record_of(item, kind, "rows")
+        except CorruptionError as error:
+            raise CorruptionError(error.message, name=where) from None
+
+    return _dicts, _each(read)
+
+
+def _codecs_of(kind: type) -> dict[str, Codec]:
+    hints = get_type_hints(kind)
+    return {each.name: _codec(hints[each.name]) for each in fields(kind)}
+
+
+_codecs: Callable[[type], dict[str, Codec]] = cache(_codecs_of)
+"""Codec of each field of a kind of objects."""

@@ -7,18 +7,14 @@ The progress of a scrub is one small object, so that the next scrub continues th
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, get_type_hints
-
-from crc32c import crc32c
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.manifest import FORMAT, StoreObject
 from torchrec_stream_ckpt.format.proof import POSITIONS
-from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.util.layout import parse_proved_name, proved_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -26,13 +22,12 @@ MAX_DAMAGED = 1000
 """Limit of the names of damaged objects in a record. Further ones are only counted."""
 
 
-_COUNTS = ("done", "objects", "num_bytes", "more")
-
-
 @dataclass(frozen=True, slots=True)
-class ScrubPlace:
+class ScrubPlace(StoreObject):
     """Progress of a pass over a store. It has no effect on the data."""
 
+    KIND: ClassVar[str] = "scrub"
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset({"more"})
     number: int
     """Number of the pass, counted from 1."""
     begun_s: float
@@ -54,41 +49,13 @@ class ScrubPlace:
     more: int = 0
     """Number of damaged objects that are not in ``damaged``."""
 
-    def to_bytes(self) -> bytes:
-        body = asdict(self)
-        if not self.more:
-            del body["more"]  # older programs write and read the record without it
-        return canonical({"format": 1, "kind": "scrub", "crc32c": f"{crc32c(canonical(body)):08x}", "body": body})
+    @property
+    def left_out(self) -> Set[str]:
+        return self.OPTIONAL if not self.more else frozenset()
 
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> ScrubPlace:
-        """Read and check a record of progress.
-
-        Raises:
-            CorruptionError: it was altered, is of a newer format, or is not such a record; the error names the object.
-        """
-        try:
-            raw = json.loads(bytes(data))
-            body = raw["body"]
-            right = raw == {"format": 1, "kind": "scrub", "crc32c": f"{crc32c(canonical(body)):08x}", "body": body}
-            place = cls(**{**body, "damaged": tuple(body["damaged"])}) if right else None
-        except (ValueError, TypeError, KeyError, RecursionError):
-            place = None
-        if place is None or not _is_sound_place(asdict(place)):
-            raise CorruptionError("not a valid scrub position", name=where)
-        return place
-
-
-def _is_sound_place(values: dict[str, Any]) -> bool:
-    """Return whether each field has a value of its type."""
-    hints = get_type_hints(ScrubPlace)
-    plain = all(
-        type(values[each.name]) is hints[each.name] or (hints[each.name] is float and type(values[each.name]) is int)
-        for each in fields(ScrubPlace)
-        if each.name != "damaged"
-    )
-    names = all(isinstance(name, str) for name in values["damaged"])
-    return plain and names and values["number"] > 0 and min(values[name] for name in _COUNTS) >= 0
+    def check(self, where: str) -> None:
+        if not self.number:
+            raise CorruptionError("the number of a scrub's pass must be above 0", name=where)
 
 
 _SAID = re.compile(
@@ -149,9 +116,12 @@ class ReadUnit:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(StoreObject):
     """Record of the units that one process has read. It decides nothing that another read would not decide."""
 
+    KIND: ClassVar[str] = "reading"
+    NEWEST: ClassVar[int] = 2
+    OPTIONAL: ClassVar[frozenset[str]] = frozenset({"store"})
     time_s: float
     """Time of the record, Unix time. For people."""
     clocks: Mapping[str, float]
@@ -160,38 +130,6 @@ class Reading:
     store: str = ""
     """Identity of the store; a copy elsewhere is another store. Empty in records of older programs."""
 
-    def to_bytes(self) -> bytes:
-        body: dict[str, Any] = {"time_s": self.time_s, "clocks": dict(self.clocks)}
-        body |= {"units": [asdict(each) for each in self.units]} | ({"store": self.store} if self.store else {})
-        version = 2 if self.store else 1
-        return canonical(
-            {"format": version, "kind": "reading", "crc32c": f"{crc32c(canonical(body)):08x}", "body": body}
-        )
-
-    @classmethod
-    def from_bytes(cls, data: Buffer, where: str) -> Reading:
-        """Read and check a record.
-
-        Raises:
-            CorruptionError: it was altered, is of a newer format, or is not a reading; the error names the object.
-        """
-        try:
-            body = json.loads(bytes(data))["body"]
-            units = tuple(ReadUnit(**unit) for unit in body["units"])
-            store = body.get("store", "")
-            found = cls(body["time_s"], body["clocks"], units, store) if _is_sound(body, units) else None
-        except (ValueError, TypeError, KeyError, RecursionError):
-            found = None
-        if found is None or found.to_bytes() != data:
-            raise CorruptionError("not a valid record of readings", name=where)
-        return found
-
-
-def _is_sound(body: dict[str, Any], units: tuple[ReadUnit, ...]) -> bool:
-    """Return whether each field has a value of its type."""
-    if not isinstance(body["clocks"], dict):
-        return False
-    seconds = [body["time_s"], *body["clocks"].values()]
-    plain = all(type(each) in (int, float) and abs(each) < 2**63 for each in seconds)  # no NaN, no infinity
-    whole = all(type(each.crc) is int and type(each.num_bytes) is int and isinstance(each.name, str) for each in units)
-    return plain and whole and isinstance(body.get("store", ""), str)
+    @property
+    def format(self) -> int:
+        return 2 if self.store else FORMAT
