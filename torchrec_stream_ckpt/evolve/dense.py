@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.evolve.dense_outcome import (
     StateOutcome,
 )
 from torchrec_stream_ckpt.evolve.findings import Findings
-from torchrec_stream_ckpt.evolve.imported import ImportedOptimizers, States, imported_stateful
+from torchrec_stream_ckpt.evolve.imported import ImportedOptimizers, States, imported_stateful, reset_states
 from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer, ModelSchema
 from torchrec_stream_ckpt.evolve.table_outcome import BY_RULE, DROPPED, EXACT, FRESH
 from torchrec_stream_ckpt.evolve.text import nearest
@@ -193,19 +193,7 @@ class _Optimizers:
     def states(self) -> tuple[StateOutcome, ...]:
         """Return the outcome of each state: kept with its parameter if the optimizer has the same class."""
         found = []
-        held = {name for each in self._here.values() for name in each.parameters}
-        for name, said in self._declared.items():
-            if name in self._here or name in self._saved:
-                continue
-            if name not in held:
-                self._found.problems.append(
-                    f"dense.optimizer: {name!r} is neither an optimizer nor a parameter that one trains"
-                    f"{nearest(name, (*self._here, *self._saved, *held))}"
-                )
-            elif said != FRESH:
-                self._found.problems.append(
-                    f"dense.optimizer: {name!r}: the value for a parameter must be 'fresh', got {said!r}"
-                )
+        reset_states(self._found, self._here, self._saved)
         for each in self._here.values():
             for name in each.parameters:
                 found.append(self._state(each, name))

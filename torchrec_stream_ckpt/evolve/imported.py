@@ -51,7 +51,9 @@ class ImportedOptimizers:
 
     def states(self) -> tuple[StateOutcome, ...]:
         """Return the outcome of the state of each parameter."""
-        self._check_names()
+        for name in reset_states(self._found, self._here):
+            if self._kept.get(name) not in self._states:
+                self._found.problems.append(f"dense.optimizer: {name!r}: its state is reset without this declaration")
         return tuple(
             outcome for each in self._here.values() for outcome in self._of(each, anew=self._declared.get(each.key))
         )
@@ -88,22 +90,29 @@ class ImportedOptimizers:
         states = set(self._states[name])
         return "" if needed <= states <= needed | more else ", ".join(sorted(states)) or "no state"
 
-    def _check_names(self) -> None:
-        trained = {name for each in self._here.values() for name in each.parameters}
-        for name, said in self._declared.items():
-            if name in self._here:
-                continue
-            if name not in trained:
-                self._found.problems.append(
-                    f"dense.optimizer: {name!r} is neither an optimizer nor a parameter that one trains"
-                    f"{nearest(name, (*self._here, *trained))}"
-                )
-            elif said != FRESH:
-                self._found.problems.append(
-                    f"dense.optimizer: {name!r}: the value for a parameter must be 'fresh', got {said!r}"
-                )
-            elif self._kept.get(name) not in self._states:
-                self._found.problems.append(f"dense.optimizer: {name!r}: its state is reset without this declaration")
+
+def reset_states(found: Findings, here: Mapping[str, DenseOptimizer], saved: Collection[str] = ()) -> list[str]:
+    """Return the parameters whose state is declared to be reset. Records declarations of neither these nor optimizers.
+
+    Args:
+        found: The declared changes; receives the problems.
+        here: Optimizers of this job, by key.
+        saved: Keys of the marker's optimizers.
+    """
+    trained, names = {name for each in here.values() for name in each.parameters}, []
+    for name, said in found.declared.dense.optimizer.items():
+        if name in here or name in saved:
+            continue
+        if name not in trained:
+            found.problems.append(
+                f"dense.optimizer: {name!r} is neither an optimizer nor a parameter that one trains"
+                f"{nearest(name, (*here, *saved, *trained))}"
+            )
+        elif said != FRESH:
+            found.problems.append(f"dense.optimizer: {name!r}: the value for a parameter must be 'fresh', got {said!r}")
+        else:
+            names.append(name)
+    return names
 
 
 def imported_stateful(here: ModelSchema, found: Findings) -> tuple[StatefulOutcome, ...]:

@@ -348,13 +348,9 @@ def _added(spec: TableSpec, index: int) -> TableOutcome:
         source=None,
         spec=spec,
         saved_spec=None,
-        goes_on=False,
-        rows_kept=RowMap(0),
-        cols_kept=0,
-        states=tuple((position, None) for position in range(len(spec.states))),
         weights_label=FRESH,
+        states=tuple((position, None) for position in range(len(spec.states))),
         state_labels=(FRESH,) * len(spec.states),
-        keeps_iteration=False,
     )
 
 
@@ -366,13 +362,7 @@ def _dropped(spec: TableSpec, index: int) -> TableOutcome:
         source=index,
         spec=None,
         saved_spec=spec,
-        goes_on=False,
-        rows_kept=RowMap(0),
-        cols_kept=0,
-        states=(),
         weights_label=DROPPED,
-        state_labels=(),
-        keeps_iteration=False,
     )
 
 

@@ -196,7 +196,7 @@ def _wrong_line(path: Path, encoding: str, skip: int) -> str:
 class RowMap:
     """Kept rows of the marker, and their ids in this model."""
 
-    count: int
+    count: int = 0
     """Number of kept rows."""
     old_ids: Ids | None = None
     """Ids in the marker, sorted. None if rows [0, ``count``) keep their ids. One may have several new ids

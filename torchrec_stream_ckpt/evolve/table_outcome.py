@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.evolve.changes import Changes
 from torchrec_stream_ckpt.evolve.row_maps import RowMap
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.util.types import TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 EXACT = "exact"
 """Label: every kept value has the marker's bits and the same meaning."""
@@ -44,19 +44,19 @@ class TableOutcome:
     """Table in this model; None if it was dropped."""
     saved_spec: TableSpec | None
     """Table in the marker; None if it was added."""
-    goes_on: bool
-    """True if its rows stay deltas of the marker. Otherwise the new generation sends all rows, unless it is dropped."""
-    rows_kept: RowMap
-    """Rows of the marker that are kept, with their ids."""
-    cols_kept: int
-    """Columns [0, ``cols_kept``) of a kept row have the marker's values."""
-    states: tuple[tuple[int, int | None], ...]
-    """For each state of this model, its position, and its position in the marker; None if it stays as initialized."""
     weights_label: str
     """Label of the kept weights: ``exact``, ``by rule``, ``fresh`` if none is kept, or ``dropped``."""
-    state_labels: tuple[str, ...]
+    goes_on: bool = False
+    """True if its rows stay deltas of the marker. Otherwise the new generation sends all rows, unless it is dropped."""
+    rows_kept: RowMap = field(default_factory=RowMap)
+    """Rows of the marker that are kept, with their ids."""
+    cols_kept: int = 0
+    """Columns [0, ``cols_kept``) of a kept row have the marker's values."""
+    states: tuple[tuple[int, int | None], ...] = ()
+    """For each state of this model, its position, and its position in the marker; None if it stays as initialized."""
+    state_labels: tuple[str, ...] = ()
     """Label of the kept values of each state of this model, likewise."""
-    keeps_iteration: bool
+    keeps_iteration: bool = False
     """True if the optimizer is the same, so that its iteration count is that of the marker."""
     reassigned: bool = False
     """True if its raw ids get new rows."""
@@ -96,12 +96,8 @@ class TableOutcome:
         """Bytes of this model's values that come from the marker, including states."""
         if self.spec is None:
             return 0
-        width = self.cols_kept * DTYPE_BYTES[self.spec.dtype]
-        for position, source in self.states:
-            state = self.spec.states[position]
-            if source is not None:
-                width += DTYPE_BYTES[state.dtype] * (1 if state.per_row else self.cols_kept)
-        return self.rows_kept.count * width
+        states = [self.spec.states[position] for position, source in self.states if source is not None]
+        return self.rows_kept.count * _row_bytes(self.spec, self.cols_kept, states)
 
     @property
     def bytes_fresh(self) -> int:
@@ -113,20 +109,23 @@ class TableOutcome:
         """Bytes of the marker's values that are not used in this model."""
         if self.saved_spec is None:
             return 0
-        width = self.cols_kept * DTYPE_BYTES[self.saved_spec.dtype]
-        for _, source in self.states:
-            if source is not None:
-                state = self.saved_spec.states[source]
-                width += DTYPE_BYTES[state.dtype] * (1 if state.per_row else self.cols_kept)
-        return table_bytes(self.saved_spec) - self.rows_kept.sources * width
+        states = [self.saved_spec.states[source] for _, source in self.states if source is not None]
+        kept = self.rows_kept.sources * _row_bytes(self.saved_spec, self.cols_kept, states)
+        return table_bytes(self.saved_spec) - kept
 
 
 def table_bytes(spec: TableSpec | None) -> int:
     """Return the bytes of all values of a table, including states."""
     if spec is None or spec.dropped:
         return 0
-    states = (DTYPE_BYTES[state.dtype] * (1 if state.per_row else spec.dim) for state in spec.states)
-    return spec.rows * (DTYPE_BYTES[spec.dtype] * spec.dim + sum(states))
+    return spec.rows * _row_bytes(spec, spec.dim, spec.states)
+
+
+def _row_bytes(spec: TableSpec, cols: int, states: Iterable[StateSpec]) -> int:
+    """Return the bytes of some columns of a row of a table, and of some of its states."""
+    return DTYPE_BYTES[spec.dtype] * cols + sum(
+        DTYPE_BYTES[state.dtype] * (1 if state.per_row else cols) for state in states
+    )
 
 
 @dataclass(frozen=True, slots=True)
