@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -30,26 +30,6 @@ from torchrec_stream_ckpt.model import FusedKernel, Lookup
 
 _SCAN_ROWS = 2**16
 """Fewest rows examined in one piece: rows that drains have sent are skipped in few pieces."""
-
-
-class Sweep(Protocol):
-    """The remaining rows that were never sent."""
-
-    def again(self, shards: list[int]) -> None:
-        """Schedule every row of these shards to be sent once."""
-
-    def window(self, limit: int) -> KernelRows:
-        """Return up to ``limit`` rows that were never sent."""
-
-    def sent(self, rows: torch.Tensor, count: int) -> None:
-        """Record that the first ``count`` rows of the window were sent."""
-
-    def drained(self, rows: torch.Tensor) -> None:
-        """Record that a drain has sent these rows."""
-
-    @property
-    def left(self) -> int:
-        """Rows that the sweep still has to send, as far as is known without a scan."""
 
 
 class MaskSweep:
@@ -135,6 +115,10 @@ class RangeSweep:
         """Return (shard, row at which the sweep continues in it, its end)."""
         ends = [end for _, end in pairwise(self._bases)]
         return list(zip(range(len(ends)), self._next, ends, strict=True))
+
+
+Sweep: TypeAlias = MaskSweep | RangeSweep
+"""The remaining rows that were never sent."""
 
 
 class TouchedRows:
