@@ -205,9 +205,6 @@ def check_cells(plan: RestorePlan, before: RestorePlan, error: CorruptionError) 
     )
 
 
-log = logging.getLogger(__name__)
-
-
 def check_dense(
     team: Team, live: LiveDense, saved: SavedDense, match: Match | None, proofs: Mapping[int, DenseProof]
 ) -> tuple[DifferingEntry, ...]:

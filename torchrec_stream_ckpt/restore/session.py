@@ -217,9 +217,6 @@ class Finder:
         return self.head.state
 
 
-log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Loaded:
     """Result of a restore, and what the next generation needs of it. Identical on every rank, except for ``rows``."""

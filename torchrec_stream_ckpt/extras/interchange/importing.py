@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -39,9 +39,6 @@ from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.inner import Batch, DenseEntry, EvolutionReport, Tier, write_import
 from torchrec_stream_ckpt.util.types import TableShard
-
-if TYPE_CHECKING:
-    from torchrec_stream_ckpt.extras.interchange.contents import ImportSource
 
 
 @dataclass(frozen=True, slots=True)

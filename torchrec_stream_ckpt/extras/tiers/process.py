@@ -30,7 +30,7 @@ from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.options import read_options
 from torchrec_stream_ckpt.util.service import Event
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("torchrec_stream_ckpt.relay")
 
 FENCED = 3
 """Exit status of a relay if another trainer owns the job."""
@@ -136,9 +136,6 @@ def _plain(config: StreamConfig) -> dict[str, Any]:
         if not isinstance(options, Mapping) and options is not None:
             fields[name] = dict(read_options(options, what))
     return fields
-
-
-log = logging.getLogger("torchrec_stream_ckpt.relay")
 
 
 def main() -> int:
