@@ -11,8 +11,9 @@ import pytest
 from tests.builders import commit
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files, verify_dense
+from torchrec_stream_ckpt.format.dense import dense_path, digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.store.dense import DenseFolder
 
 NAMES = (".metadata", "__0_0.distcp")
 
@@ -48,7 +49,7 @@ def _same_size(file: Path) -> None:
 
 
 def test_what_was_committed_is_whole(made: Commit, tmp_path: Path) -> None:
-    verify_dense(tmp_path, made)
+    DenseFolder(tmp_path).verify(made)
 
 
 @pytest.mark.parametrize(
@@ -68,7 +69,7 @@ def test_anything_else_is_refused_with_its_path(
     file = dense_path(tmp_path, made) / NAMES[1]
     damage(file)
     with pytest.raises(CorruptionError, match=said) as caught:
-        verify_dense(tmp_path, made)
+        DenseFolder(tmp_path).verify(made)
     assert str(file) in str(caught.value)
     assert ("--give-up" if "altered" in caught.value.message else "check --store") in caught.value.hint
 
@@ -77,4 +78,4 @@ def test_anything_else_is_refused_with_its_path(
 def test_a_name_that_leads_outside_is_refused(name: str, made: Commit, tmp_path: Path) -> None:
     planted = commit(1, 1, dense_files=(*made.dense_files, DenseFile(name, 1, "0" * 64)))
     with pytest.raises(CorruptionError, match="outside the dense directory"):
-        verify_dense(tmp_path, planted)
+        DenseFolder(tmp_path).verify(planted)

@@ -23,7 +23,8 @@ from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, take_inve
 from torchrec_stream_ckpt.maintain.gc.lost_markers import Reasked, WaysBack, check_given_up, lost_markers
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
 from torchrec_stream_ckpt.store.api import Entry, KeepsTime
-from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
+from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.store.identity import some_jobs_in
 from torchrec_stream_ckpt.store.verdicts import take_back
 from torchrec_stream_ckpt.util.types import MarkerId

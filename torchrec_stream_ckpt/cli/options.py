@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.util.types import MARKER_FORMS
 if TYPE_CHECKING:
     from torchrec_stream_ckpt.format.control import Commit
     from torchrec_stream_ckpt.inner import Job, Objects
-    from torchrec_stream_ckpt.store.dense import DenseStore
+    from torchrec_stream_ckpt.store.dense_objects import DenseStore
 
 DAY_S = 86_400
 Uri = Annotated[str, typer.Argument(help="file://DIR, kafka://HOST:PORT/JOB or s3://BUCKET/PREFIX", metavar="URI")]

@@ -33,7 +33,7 @@ from torchrec_stream_ckpt.format.head import HeadState
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.store.identity import is_about_format
 from torchrec_stream_ckpt.store.verdicts import take_back_if_possible
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -23,7 +23,8 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.stream import newest_mark
 from torchrec_stream_ckpt.store.api import Objects, open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore, dense_in
+from torchrec_stream_ckpt.store.dense import dense_in
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.records import damaged_copies
 from torchrec_stream_ckpt.util.config import StreamConfig

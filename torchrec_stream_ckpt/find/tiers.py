@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.format.trims import Trims
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
 from torchrec_stream_ckpt.util.uris import FileUri, parse_uri

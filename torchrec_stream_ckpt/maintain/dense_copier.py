@@ -13,8 +13,8 @@ from torchrec_stream_ckpt.maintain.incomplete_markers import IncompleteMarkers
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense, lacking
-from torchrec_stream_ckpt.store.dense_objects import files_in
+from torchrec_stream_ckpt.store.dense import copy_dense, lacking
+from torchrec_stream_ckpt.store.dense_objects import DenseStore, files_in
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import DENSE_DIR, dense_name, dropped_name
 

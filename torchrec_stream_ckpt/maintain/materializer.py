@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer
 from torchrec_stream_ckpt.maintain.summarizer import Summarizer
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.store.write_once import put_once
 from torchrec_stream_ckpt.util.failpoints import failpoint

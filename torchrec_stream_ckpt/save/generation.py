@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.log.control.partition import Control
 from torchrec_stream_ckpt.log.gaps import StreamName, check_gaps
 from torchrec_stream_ckpt.log.publisher import Publisher
 from torchrec_stream_ckpt.log.stream import Strays
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.layout import MAX_GENERATION
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, MarkPlace, RankEnd

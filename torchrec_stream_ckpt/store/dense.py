@@ -9,117 +9,24 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import BinaryIO
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError, StreamCkptError
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path, files_at, verify_dense
 from torchrec_stream_ckpt.format.dense_files import (
     INLINE_FILES,
-    LIST_NAME,
     DenseFile,
     DenseList,
-    agree,
-    altered,
     listed,
     whole,
 )
 from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.dense_objects import DenseObjects
-from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_synced
+from torchrec_stream_ckpt.store.dense_objects import DenseFolder, DenseStore
 from torchrec_stream_ckpt.util.layout import dense_file_name, dense_name
 from torchrec_stream_ckpt.util.options import Options
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import check_store_url
-
-
-class DenseStore(Protocol):
-    """Dense state of all markers of a store, as trainers and readers use it."""
-
-    url: str
-
-    @property
-    def folder(self) -> Path | None:
-        """The store's folder. None for an object store."""
-
-    def preflight(self) -> None:
-        """(rank 0, at attach) Check that the store answers and accepts our login.
-
-        Raises:
-            StoreUnavailableError: it does not.
-        """
-
-    def prepare(self, job: bytes, *, held: bool = False) -> None:
-        """(rank 0) Make the store ready for a job that will write.
-
-        Args:
-            job: The job.
-            held: True if a COMMIT of the job names this store. It was prepared before that marker's CLAIM, so the names
-                of its folders are durable and are not synced again.
-
-        Raises:
-            ConfigError: the folder cannot be made.
-            StoreUnavailableError: it cannot be written.
-        """
-
-    def is_seen(self, job: bytes) -> bool:
-        """(each rank) Return whether this rank sees the store that rank 0 has prepared."""
-
-    def writing(self, job: bytes, marker: MarkerId) -> Path:
-        """(each rank) Return the folder into which DCP is to write this marker. It may not exist yet."""
-
-    def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
-        """(each rank) Put the files that this rank has written for a marker into the store. Durable on return.
-
-        Raises:
-            StoreUnavailableError: the store did not accept them.
-        """
-
-    def put_list(self, job: bytes, marker: MarkerId, data: bytes) -> None:
-        """(rank 0) Put the list of a marker's dense files next to them. Durable on return.
-
-        Raises:
-            StoreUnavailableError: the store did not accept it.
-        """
-
-    def discard(self, job: bytes, marker: MarkerId) -> None:
-        """(rank 0) Delete the files of a marker that was given up, as far as possible."""
-
-    def settle(self, job: bytes, marker: MarkerId) -> None:
-        """(each rank) Delete files that were needed only for writing the marker, after it has been voted on."""
-
-    def files(self, commit: Commit) -> tuple[DenseFile, ...]:
-        """Return all dense files of a marker, from its COMMIT or from the list that it names.
-
-        Raises:
-            CorruptionError: the list is missing or was altered; the error names it.
-            StoreUnavailableError: the store does not answer.
-        """
-
-    def verify(self, commit: Commit) -> None:
-        """Compare all dense files of a marker with COMMIT.
-
-        Raises:
-            CorruptionError: a file is missing or was altered; the error names it.
-            StoreUnavailableError: the store does not answer.
-        """
-
-    def local(self, commit: Commit) -> Path:
-        """Return a folder with the marker's dense files, after :meth:`verify` on one rank. Raises as ``verify``."""
-
-    def why_not(self, commit: Commit) -> str:
-        """Describe what is wrong with a marker's dense files, judging by names and sizes. Empty if nothing is."""
-
-    def place(self, commit: Commit) -> str:
-        """Return the place of a marker's dense files, for people."""
-
-    def release(self) -> None:
-        """Delete the local copies that :meth:`local` made."""
-
-    def close(self) -> None: ...
 
 
 def name_files(
@@ -200,110 +107,4 @@ def open_dense(url: str, options: Options = None) -> DenseStore:
 def dense_in(objects: Objects) -> DenseStore:
     """Return the dense state in an open store. Closing it closes the store."""
     folder = check_store_url(objects.url).folder
-    return DenseFolder(folder) if folder is not None else DenseObjects(objects)
-
-
-class DenseFolder:
-    """Dense state in a folder that all ranks see. DCP writes and reads a marker's own folder. One rank verifies."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.url = f"file://{folder}"
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
-
-    def preflight(self) -> None:
-        pass
-
-    def prepare(self, job: bytes, *, held: bool = False) -> None:
-        root = self._root(job)
-        if held and root.is_dir():
-            return
-        try:
-            make_dirs(root)
-            for folder in (root, root.parent, root.parent.parent):
-                fsync_dir(folder)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot create the folder of the dense state: {error.strerror}",
-                hint="check the store's path",
-                path=root,
-            ) from None
-
-    def is_seen(self, job: bytes) -> bool:
-        return self._root(job).is_dir()
-
-    def writing(self, job: bytes, marker: MarkerId) -> Path:
-        return self._folder / dense_name(job, marker)
-
-    def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
-        pass  # DCP has synced its files, and rank 0 their folder
-
-    def put_list(self, job: bytes, marker: MarkerId, data: bytes) -> None:
-        folder = self.writing(job, marker)
-        scratch = folder / f"{LIST_NAME}.tmp"
-        try:
-            write_synced(scratch, data)
-            scratch.rename(folder / LIST_NAME)
-            fsync_dir(folder)
-        except OSError as error:
-            raise StoreUnavailableError(
-                f"cannot write the list of dense files: {error.strerror}",
-                hint="repair the disk or the permissions",
-                path=folder / LIST_NAME,
-            ) from None
-
-    def discard(self, job: bytes, marker: MarkerId) -> None:
-        shutil.rmtree(self.writing(job, marker), ignore_errors=True)
-
-    def settle(self, job: bytes, marker: MarkerId) -> None:
-        pass
-
-    def files(self, commit: Commit) -> tuple[DenseFile, ...]:
-        return files_at(dense_path(self._folder, commit), commit)
-
-    def verify(self, commit: Commit) -> None:
-        verify_dense(self._folder, commit)
-
-    def local(self, commit: Commit) -> Path:
-        return dense_path(self._folder, commit)
-
-    def why_not(self, commit: Commit) -> str:
-        folder = dense_path(self._folder, commit)
-        try:
-            if commit.dense_list is not None and agree(commit.dense_list, _sizes(folder)):
-                return ""
-            files = files_at(folder, commit)
-        except StreamCkptError as error:
-            return error.headline
-        except OSError as error:
-            return f"dense state is missing: {folder}: {error.strerror}"
-        for file in files:
-            try:
-                found = os.lstat(f"{folder}/{file.name}").st_size
-            except OSError as error:
-                return f"dense state is missing: {folder / file.name}: {error.strerror}"
-            if found != file.num_bytes:
-                return altered(str(folder / file.name), found, file)
-        return ""
-
-    def place(self, commit: Commit) -> str:
-        return str(dense_path(self._folder, commit))
-
-    def release(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-    def _root(self, job: bytes) -> Path:
-        """Return the folder of one job's dense state."""
-        return (self._folder / dense_name(job, MarkerId(0, 0))).parent
-
-
-def _sizes(folder: Path) -> dict[str, int]:
-    """Return the length of each file of a folder, without following links."""
-    with os.scandir(folder) as entries:
-        return {entry.name: entry.stat(follow_symlinks=False).st_size for entry in entries}
+    return DenseFolder(folder) if folder is not None else DenseStore(objects)

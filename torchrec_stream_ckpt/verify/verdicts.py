@@ -46,7 +46,7 @@ from torchrec_stream_ckpt.restore.coverage import Coverage, rows_of_frame
 from torchrec_stream_ckpt.restore.damage_location import Placing, in_segments
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.store.reader import NOTES_READS, load_front, open_segments, read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableShard
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from torchrec_stream_ckpt.extras.interchange.export import chosen_tables
 from torchrec_stream_ckpt.format.claim_changes import TableChange, changes_of, differences
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import files_at
+from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, parse_list
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
@@ -184,7 +184,7 @@ def diff_dense(first: tuple[Commit, Path], second: tuple[Commit, Path]) -> Dense
         first: A marker, and its dense directory, digests compared.
         second: The same.
     """
-    files = [{(file.name, file.sha256) for file in files_at(path, commit)} for commit, path in (first, second)]
+    files = [{(file.name, file.sha256) for file in _files(*each)} for each in (first, second)]
     if files[0] == files[1]:
         return DenseDiff((), (), first[0].dense_count)
     try:
@@ -195,3 +195,9 @@ def diff_dense(first: tuple[Commit, Path], second: tuple[Commit, Path]) -> Dense
     both = one.keys() & other.keys()
     changed = sorted(name for name in both if one[name] != other[name])
     return DenseDiff(tuple(changed), tuple(sorted(one.keys() ^ other.keys())), len(both) - len(changed))
+
+
+def _files(commit: Commit, path: Path) -> tuple[DenseFile, ...]:
+    """Return the dense files of a marker, from its COMMIT or from the list in its directory."""
+    said = commit.dense_list
+    return commit.dense_files if said is None else parse_list((path / LIST_NAME).read_bytes(), said, str(path))

@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory
-from torchrec_stream_ckpt.store.dense import DenseStore
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -20,7 +20,8 @@ from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer, Replacing
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseStore, copy_dense
+from torchrec_stream_ckpt.store.dense import copy_dense
+from torchrec_stream_ckpt.store.dense_objects import DenseStore
 from torchrec_stream_ckpt.store.identity import SAID, check_store, is_flipped_format
 from torchrec_stream_ckpt.store.records import Entry, parse_entries, parts_of
 from torchrec_stream_ckpt.util.layout import (
