@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
-from torchrec_stream_ckpt.extras.follower.stats import FollowStats, values_of
+from torchrec_stream_ckpt.extras.follower.stats import FollowStats, follower_values
 from torchrec_stream_ckpt.save.metrics_export import scalars
 from torchrec_stream_ckpt.save.telemetry import Telemetry
 from torchrec_stream_ckpt.util.config import StreamConfig
@@ -132,7 +132,7 @@ def test_wrong_settings_are_refused_by_name(wrong: dict[str, object]) -> None:
 
 
 def test_every_metric_of_a_follower_has_a_value() -> None:
-    assert values_of(FollowStats()).keys() == FOLLOWER_METRICS.keys()
+    assert follower_values(FollowStats()).keys() == FOLLOWER_METRICS.keys()
 
 
 def test_the_rate_of_a_restore_is_that_of_the_scheme_unless_it_is_given() -> None:

@@ -14,7 +14,7 @@ from tests.parts import app
 from tests.synthetic import Job
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.extras.follower.stats import values_of
+from torchrec_stream_ckpt.extras.follower.stats import follower_values
 from torchrec_stream_ckpt.extras.reporting.follower_status import FollowerStatus, follower_status
 from torchrec_stream_ckpt.util.metrics import METRICS, serve_metrics
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -54,14 +54,14 @@ def test_a_follower_is_shown_with_what_it_lacks(job: Job, tables: FollowedTables
 
 def test_the_lag_is_up_to_the_marker_that_is_not_applied_yet(job: Job, tmp_path: Path) -> None:
     with follow(f"file://{job.root}", scratch=tmp_path) as follower:
-        assert values_of(follower.stats)["lag_s"] == float("inf")
+        assert follower_values(follower.stats)["lag_s"] == float("inf")
         assert len(list(follower.updates(0))) == 1
-        assert values_of(follower.stats)["lag_s"] == 0
+        assert follower_values(follower.stats)["lag_s"] == 0
         job.commit(time_s=107.5)  # the first one was committed at 0
         for update in follower.updates(0):
             assert (update.marker, follower.stats.marker) == (MarkerId(1, 2), MarkerId(1, 1))
-            assert values_of(follower.stats)["lag_s"] == 107.5
-        assert values_of(follower.stats)["lag_s"] == 0
+            assert follower_values(follower.stats)["lag_s"] == 107.5
+        assert follower_values(follower.stats)["lag_s"] == 0
     said = FollowerStatus("h:1", marker="1:1", behind=1, age_s=110.0, lag_s=107.5).in_words()
     assert said.startswith("marker 1:1, 1 behind (")
 

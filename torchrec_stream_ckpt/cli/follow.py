@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.extras.follower.parquet_sink import ParquetSink
 from torchrec_stream_ckpt.extras.follower.redis_sink import RedisSink
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
 from torchrec_stream_ckpt.extras.follower.sink import Feed, Sink
-from torchrec_stream_ckpt.extras.follower.stats import values_of
+from torchrec_stream_ckpt.extras.follower.stats import follower_values
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, labels_of, serve_metrics
 from torchrec_stream_ckpt.util.units import age
@@ -111,7 +111,7 @@ def follow_stream(
             stack.callback(serving.close)
         stack.enter_context(stopping(follower.stop))
         if metrics_port is not None:
-            values = partial(values_of, follower.stats)
+            values = partial(follower_values, follower.stats)
             labels = labels_of(options.uri)
             stack.callback(serve_metrics(metrics_host, metrics_port, values, FOLLOWER_METRICS, labels).close)
         report = stack.enter_context(reporter(_line, dict[str, Any], partial(_now, follower), as_json=json))

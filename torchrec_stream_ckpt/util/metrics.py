@@ -172,13 +172,14 @@ Value = float | Timing
 Read = Callable[[], Mapping[str, Value]]
 
 
+def values_of(stats: object, metrics: Mapping[str, Metric], **others: Value) -> Mapping[str, Value]:
+    """Return the values of metrics: ``others``, and the attributes of ``stats`` with the names of the rest."""
+    return {key: others[key] if key in others else getattr(stats, key) for key in metrics}
+
+
 def trainer_values(stats: Stats) -> Mapping[str, Value]:
     """Return a rank's values by the names in :data:`TRAINER_METRICS`."""
-    values: dict[str, Value] = {"newest_marker": stats.newest.marker if stats.newest is not None else 0}
-    for key in TRAINER_METRICS.keys() - values.keys():
-        value = getattr(stats, key)
-        values[key] = value if isinstance(value, Timing) else float(value)
-    return values
+    return values_of(stats, TRAINER_METRICS, newest_marker=stats.newest.marker if stats.newest is not None else 0)
 
 
 class _Collector:

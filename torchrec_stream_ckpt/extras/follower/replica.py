@@ -27,7 +27,7 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.extras.follower.core import Follower
 from torchrec_stream_ckpt.extras.follower.source import UNREADABLE
-from torchrec_stream_ckpt.extras.follower.stats import FollowStats, values_of
+from torchrec_stream_ckpt.extras.follower.stats import FollowStats, follower_values
 from torchrec_stream_ckpt.extras.follower.unproved_blocks import Doubts, older_proofs_of, proof_of, refusal
 from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
@@ -271,7 +271,7 @@ class Replica(ABC):
         """
         follower = self._follower
         endpoint = serve_metrics(
-            host, port, lambda: values_of(follower.stats), FOLLOWER_METRICS, labels_of(follower.uri), "port"
+            host, port, lambda: follower_values(follower.stats), FOLLOWER_METRICS, labels_of(follower.uri), "port"
         )
         self._closing.callback(endpoint.close)
         return endpoint.port

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.end_note import End
+from torchrec_stream_ckpt.util.metrics import FOLLOWER_METRICS, Value, values_of
 from torchrec_stream_ckpt.util.types import MarkerId
 
 log = logging.getLogger(__name__)
@@ -138,26 +139,8 @@ class Outages:
             raise error
 
 
-def values_of(stats: FollowStats) -> Mapping[str, float]:
+def follower_values(stats: FollowStats) -> Mapping[str, Value]:
     """Return the values of metrics, by the names of ``FOLLOWER_METRICS``."""
-    at, newest = stats.marker, stats.newest
-    return {
-        "markers": stats.markers,
-        "rows": stats.rows,
-        "age_s": stats.age_s,
-        "lag_s": stats.lag_s,
-        "generation": at.generation if at is not None else 0,
-        "marker": at.marker if at is not None else 0,
-        "newest_generation": newest.generation if newest is not None else 0,
-        "newest_marker": newest.marker if newest is not None else 0,
-        "rows_per_s": stats.rows_per_s,
-        "tombstones": stats.tombstones,
-        "tombstones_per_s": stats.tombstones_per_s,
-        "reloads": stats.reloads,
-        "rollbacks": stats.rollbacks,
-        "outages": stats.outages,
-        "proofs": stats.proofs,
-        "uncompared": stats.uncompared,
-        "unproved": stats.unproved,
-        "doubted": stats.doubted,
-    }
+    at, newest = stats.marker or MarkerId(0, 0), stats.newest or MarkerId(0, 0)
+    numbers = {"newest_generation": newest.generation, "newest_marker": newest.marker}
+    return values_of(stats, FOLLOWER_METRICS, generation=at.generation, marker=at.marker, **numbers)
