@@ -5,6 +5,7 @@ A broker that is cut off from the others still answers. So the answer of the new
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -32,6 +33,8 @@ _EACH_TIMEOUT_S = 3.0
 """Timeout of each broker in seconds, if all of several are asked."""
 PROBE_AFTER_S = 2.0
 PROPAGATION_S = 3.0
+_FRESH_S = 1.0
+"""Time for which a partition that was there need not be looked up again before its ends are asked for."""
 
 
 class Edge(NamedTuple):
@@ -66,6 +69,8 @@ class Brokers:
         self.epochs: dict[tuple[str, int], int] = {}
         """Newest known leader epoch of each partition. Answers of older leaders do not count."""
         self._topic_ids: dict[str, str] = {}
+        self._described: tuple[float, Mapping[str, Any]] = (-math.inf, {})
+        """When the topics were last described, and how."""
         self._timeout_s = ANSWER_TIMEOUT_S if timeout_s is None else timeout_s
         self._asking = threading.Lock()
         self._admin: Any = None
@@ -158,6 +163,7 @@ class Brokers:
             if self._topic_ids.setdefault(name, made) != made:  # recreated: its leader epochs start at 0 again
                 self._topic_ids[name] = made
                 self.epochs = {each: epoch for each, epoch in self.epochs.items() if each[0] != name}
+        self._described = time.monotonic(), found
         return found
 
     def require(
@@ -178,6 +184,12 @@ class Brokers:
             if description is not None or time.monotonic() > deadline:
                 return description
             time.sleep(0.1)
+
+    def _was_there(self, topic: str, partition: int) -> bool:
+        """Return whether the partition existed a moment ago."""
+        when, topics = self._described
+        known = topics[topic].partitions if topic in topics and time.monotonic() - when < _FRESH_S else ()
+        return any(each.id == partition for each in known)
 
     # Ends of partitions.
 
@@ -224,8 +236,13 @@ class Brokers:
 
     def edge(self, topic: str, partition: int, wanted: int = 0) -> Edge:
         """Return both ends. If the partition seems to end before ``wanted``, asks the newest leader."""
-        self.require(topic, partition, "read", CorruptionError)
-        edges = self.edges(topic, [partition])
+        if not self._was_there(topic, partition):
+            self.require(topic, partition, "read", CorruptionError)
+        try:
+            edges = self.edges(topic, [partition])
+        except LogUnavailableError:
+            self.require(topic, partition, "read", CorruptionError)  # it may have been deleted since
+            raise
         return (self.newest_edges(topic, edges) if edges[partition].high < wanted else edges)[partition]
 
     def look_around(self, topic: str, partitions: Collection[int]) -> None:

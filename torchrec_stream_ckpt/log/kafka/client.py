@@ -65,3 +65,9 @@ def plain(error: Any) -> str:
     if isinstance(error, ck.KafkaException):
         error = error.args[0]
     return f"{error.str()} ({error.name()})" if isinstance(error, ck.KafkaError) else str(error)
+
+
+def value_of(message: Any) -> bytes:
+    """Return a record's bytes. Empty for a record without a value, which is not a frame."""
+    value = message.value()
+    return value if isinstance(value, bytes) else b""

@@ -93,7 +93,9 @@ class KafkaLog(Presence):
         return {partition: edge.high for partition, edge in self._brokers.edges(self._data_topic, partitions).items()}
 
     def watch(self) -> Arrivals:
-        return Arrivals(self._brokers)
+        arrivals = Arrivals(self._brokers)
+        self._reader.keep(arrivals)
+        return arrivals
 
     def newest_rows(self, ends: Mapping[int, int] | None = None) -> Rows | None:
         topic, data = self._data_topic, self._brokers.describe().get(self._data_topic)
@@ -163,4 +165,5 @@ class KafkaLog(Presence):
 
     def close(self) -> None:
         self._control.close()
+        self._reader.close()
         self._brokers.close()

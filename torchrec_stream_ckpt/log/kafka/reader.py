@@ -2,24 +2,75 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import confluent_kafka as ck
 
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, PrunedError
+from torchrec_stream_ckpt.log.kafka.arrivals import Arrivals
 from torchrec_stream_ckpt.log.kafka.brokers import ANSWER_TIMEOUT_S, Brokers
-from torchrec_stream_ckpt.log.kafka.client import has_code, make_client, plain, surfacing
+from torchrec_stream_ckpt.log.kafka.client import has_code, make_client, plain, surfacing, value_of
 from torchrec_stream_ckpt.log.kafka.reasons import DESTROYED_HINT, Reasons
-from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
+from torchrec_stream_ckpt.log.kafka.settings import FETCH_WAIT_S, consumer_settings
+from torchrec_stream_ckpt.util.uris import KafkaUri
 
 READ_IDLE_TIMEOUT_S = 30.0
 _BATCH_FRAMES = 32
+_KEPT_IDLE_S = 2.0
+"""Time without an answer after which a new client reads on instead of the one that was kept."""
+
+
+@dataclass(slots=True)
+class _Client:
+    """A client that reads one partition, and its position."""
+
+    consumer: Any
+    reasons: Reasons
+    asked: KafkaUri
+    """Brokers that it asks first."""
+    topic: str
+    partition: int = -1
+    position: int = 0
+    """Offset of the next record."""
+    arrived: deque[Any] = field(default_factory=deque)
+    """Messages that are not handed out yet."""
+    last: tuple[int, bytes] | None = None
+    """The record before :attr:`position`: a reader of a stream begins with the frame at which it stopped."""
+    rests_s: float | None = None
+    """Time since which it fetches nothing. None if it fetches."""
+
+    def go(self, partition: int, begin: int) -> _Client:
+        """Fetch from an offset on."""
+        self.consumer.assign([ck.TopicPartition(self.topic, partition, begin)])
+        self.partition, self.position, self.last, self.rests_s = partition, begin, None, None
+        return self
+
+    def rest(self) -> None:
+        """Fetch nothing more."""
+        self.consumer.unassign()
+        self.arrived.clear()
+        self.rests_s = time.monotonic()
+
+    def goes_on(self, partition: int, begin: int) -> bool:
+        """Continue at an offset, if that needs no longer than a new client does. Returns False if not."""
+        if self.rests_s is not None:
+            if time.monotonic() - self.rests_s < FETCH_WAIT_S:  # it may wait for the answer of an older fetch
+                return False
+            self.go(partition, begin)
+        here = begin == self.position or (self.last is not None and begin == self.last[0])
+        return self.partition == partition and here
 
 
 class Reader:
-    """Reads the partitions of one log. Each call has a separate client. Can be used from any thread.
+    """Reads the partitions of one log. Can be used from any thread.
+
+    Each call has a separate client, unless :meth:`keep` was called: then two of them stay, one for each topic. While
+    the log is watched, a client fetches further records until a read continues where the last one has stopped.
 
     Args:
         brokers: Brokers of the log.
@@ -27,6 +78,32 @@ class Reader:
 
     def __init__(self, brokers: Brokers) -> None:
         self._brokers = brokers
+        self._arrivals: Arrivals | None = None
+        self._kept: dict[str, _Client] = {}
+        """Clients that nobody uses now, by topic."""
+        self._lock = threading.Lock()
+        self._is_closed = False
+
+    def keep(self, arrivals: Arrivals) -> None:
+        """Keep clients between reads, for a reader that follows the log.
+
+        Args:
+            arrivals: Watch of this log, which holds records that nobody has read.
+        """
+        self._arrivals = arrivals
+
+    def close(self) -> None:
+        """Close the clients that are kept."""
+        with self._lock:
+            self._is_closed = True
+        for topic in (self._brokers.uri.data_topic, self._brokers.uri.control_topic):
+            self._close_kept(topic)
+
+    def _close_kept(self, topic: str) -> None:
+        with self._lock:
+            kept = self._kept.pop(topic, None)
+        if kept is not None:
+            kept.consumer.close()
 
     def read(self, topic: str, partition: int, begin: int, end: int | None) -> Iterator[tuple[int, bytes]]:
         """Return (offset, record) in [begin, end), or up to the current end. The brokers are queried at once.
@@ -34,6 +111,8 @@ class Reader:
         Raises:
             CorruptionError: the partition does not have all of them.
         """
+        if end is not None and self._arrivals is not None and self._arrivals.holds(topic, partition, begin, end):
+            return self.records(topic, partition, begin, end)
         low, high, _ = self._brokers.edge(topic, partition, max(begin, end or 0))
         end = high if end is None else end
         if begin < low or max(begin, end) > high:
@@ -42,6 +121,11 @@ class Reader:
 
     def records(self, topic: str, partition: int, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
         """Yield all records in [begin, end). If a broker does not answer, another client asks the current leader."""
+        if self._arrivals is not None:
+            taken = begin
+            begin = yield from self._arrivals.take(topic, partition, begin, end)
+            if begin > taken:
+                self._close_kept(topic)  # the records arrive once, by the client that waits for them
         several = "," in self._brokers.uri.brokers
         try:
             idle_s = ANSWER_TIMEOUT_S if several else READ_IDLE_TIMEOUT_S
@@ -58,30 +142,82 @@ class Reader:
 
     def _read_on(self, topic: str, partition: int, begin: int, end: int, idle_s: float) -> Iterator[tuple[int, bytes]]:
         """Yield records in [begin, end). Offsets may have gaps, so the position decides, not a count."""
-        if begin >= end:
-            return
-        reasons = Reasons(self._brokers.options)
-        consumer = make_client(ck.Consumer, consumer_settings(self._brokers.asked, self._brokers.options), reasons)
+        kept = self._take_kept(topic, partition, begin) if begin < end else None
+        if kept is not None:
+            try:
+                for offset, record in self._read_by(kept, begin, end, _KEPT_IDLE_S):
+                    begin = offset + 1
+                    yield offset, record
+                return
+            except (LogUnavailableError, CorruptionError):
+                pass  # the error may be old: another client reads the rest
+        if begin < end:
+            yield from self._read_by(self._new(topic, partition, begin), begin, end, idle_s)
+
+    def _read_by(self, client: _Client, begin: int, end: int, idle_s: float) -> Iterator[tuple[int, bytes]]:
+        """Yield records by a client, which is then kept, or closed."""
         try:
-            consumer.assign([ck.TopicPartition(topic, partition, begin)])
-            position, heard = begin, time.monotonic()
-            while position < end:
-                batch = self._consume(consumer, min(_BATCH_FRAMES, end - position), reasons, topic)
-                if batch:
+            if client.last is not None and begin == client.last[0]:
+                yield client.last
+            yield from self._records(client, end, idle_s)
+        except GeneratorExit:  # the caller wants no more now
+            self._put_back(client, rests=False)
+            raise
+        except BaseException:
+            client.consumer.close()
+            raise
+        self._put_back(client, rests=self._arrivals is None or not self._arrivals.is_waited_for)
+
+    def _records(self, client: _Client, end: int, idle_s: float) -> Iterator[tuple[int, bytes]]:
+        """Yield the records of a client before offset ``end``."""
+        topic, partition, reasons, heard = client.topic, client.partition, client.reasons, time.monotonic()
+        while client.position < end:
+            if not client.arrived:
+                most = min(_BATCH_FRAMES, end - client.position)
+                client.arrived.extend(self._consume(client.consumer, most, reasons, topic))
+                if client.arrived:
                     heard = time.monotonic()
                 elif reasons.hopeless() or time.monotonic() - heard > idle_s:
                     raise reasons.unavailable(self._brokers.uri, f"read {topic}/{partition}", "no answer")
-                for message in batch:
-                    if message.error() is not None:
-                        # The end of the partition in this broker.
-                        position = max(position, message.offset())
-                        continue
-                    if message.offset() >= end:
-                        return
-                    position = message.offset() + 1
-                    yield message.offset(), _value(message)
-        finally:
-            consumer.close()
+                continue
+            message = client.arrived.popleft()
+            if message.error() is not None:
+                # The end of the partition in this broker.
+                client.position = max(client.position, message.offset())
+                continue
+            if message.offset() >= end:
+                client.arrived.appendleft(message)
+                return
+            client.position, client.last = message.offset() + 1, (message.offset(), value_of(message))
+            yield client.last
+
+    def _new(self, topic: str, partition: int, begin: int) -> _Client:
+        asked, reasons = self._brokers.asked, Reasons(self._brokers.options)
+        consumer = make_client(ck.Consumer, consumer_settings(asked, self._brokers.options), reasons)
+        return _Client(consumer, reasons, asked, topic).go(partition, begin)
+
+    def _take_kept(self, topic: str, partition: int, begin: int) -> _Client | None:
+        """Return the client that is kept if it can continue at this offset. Otherwise it is closed."""
+        with self._lock:
+            kept = self._kept.pop(topic, None)
+        if kept is None:
+            return None
+        if kept.asked == self._brokers.asked and kept.goes_on(partition, begin):
+            kept.reasons.clear()
+            return kept
+        kept.consumer.close()
+        return None
+
+    def _put_back(self, client: _Client, *, rests: bool) -> None:
+        """Keep a client for the next read, or close it."""
+        keeps = self._arrivals is not None
+        if keeps and rests:
+            client.rest()
+        with self._lock:
+            if keeps and not self._is_closed and client.topic not in self._kept:
+                self._kept[client.topic] = client
+                return
+        client.consumer.close()
 
     def records_at(self, offsets: Mapping[int, int]) -> dict[int, bytes | None]:
         """Return the record at one offset of each data partition. None if the partition ends before it or has a gap.
@@ -111,13 +247,14 @@ class Reader:
                     raise reasons.unavailable(self._brokers.uri, f"read {topic}", "no answer")
                 for message in self._consume(consumer, _BATCH_FRAMES, reasons, topic):
                     there = message.error() is None and message.offset() == offsets[message.partition()]
-                    found.setdefault(message.partition(), _value(message) if there else None)
+                    found.setdefault(message.partition(), value_of(message) if there else None)
             return found
         finally:
             consumer.close()
 
     def _consume(self, consumer: Any, count: int, reasons: Reasons, topic: str) -> list[Any]:
-        """Return records and ends of the partition. Raises all other results."""
+        """Return records and ends of the partition, once there are ``count`` or 0.2 s have passed. Raises all other
+        results."""
         doing = f"read {topic}"
         with surfacing(reasons, self._brokers.uri, doing):
             batch = consumer.consume(count, timeout=0.2)
@@ -158,9 +295,3 @@ def not_there(topic: str, partition: int, there: tuple[int, int], asked: tuple[i
         topic=topic,
         partition=partition,
     )
-
-
-def _value(message: Any) -> bytes:
-    """Return a record's bytes. Empty for a record without a value, which is not a frame."""
-    value = message.value()
-    return value if isinstance(value, bytes) else b""

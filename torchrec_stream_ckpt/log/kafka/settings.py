@@ -16,6 +16,8 @@ TOPIC_SETTINGS = {"retention.ms": "-1", "retention.bytes": "-1", "cleanup.policy
 NEW_TOPIC_SETTINGS = TOPIC_SETTINGS | {"message.timestamp.type": "LogAppendTime"}
 LEAST_MESSAGE_BYTES = MAX_FRAME_BYTES + 1000
 CONTROL_TIMEOUT_S = 15.0
+FETCH_WAIT_S = 0.1
+"""Longest time until a broker answers a fetch of a reader, even if there is no record."""
 
 _COMMON = {
     "client.id": "torchrec_stream_ckpt",
@@ -36,7 +38,7 @@ _DATA = {"linger.ms": "2"}
 _CONTROL = {"linger.ms": "0"}
 _CONSUMER = {
     "fetch.message.max.bytes": str(4 << 20),
-    "fetch.wait.max.ms": "100",
+    "fetch.wait.max.ms": str(int(1000 * FETCH_WAIT_S)),
     # When 64 MB are queued, the client fetches nothing for this long. At its default of 1 s, a reader that takes
     # 2 ms per frame emptied the queue in 0.15 s and waited for the rest: 105 MB/s instead of 390.
     "fetch.queue.backoff.ms": "5",
@@ -127,7 +129,5 @@ def consumer_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
 
 
 def arrival_settings(uri: KafkaUri, options: dict[str, str]) -> dict[str, Any]:
-    """Return the settings of a consumer that only learns that there are records: it fetches as few as it can."""
-    waits = {"fetch.wait.max.ms": "5000", "fetch.message.max.bytes": "1024", "queued.min.messages": "1"}
-    # If it is too late for a record, it goes on with those that there are: nobody reads what it fetches.
-    return consumer_settings(uri, options) | waits | {"auto.offset.reset": "latest", "enable.partition.eof": "false"}
+    """Return the settings of a consumer that waits for records: the broker answers once there is one."""
+    return consumer_settings(uri, options) | {"fetch.wait.max.ms": "5000"}
