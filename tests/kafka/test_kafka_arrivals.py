@@ -12,17 +12,19 @@ from typing import Any
 import confluent_kafka as ck
 import pytest
 
+from tests.builders import Stream
 from tests.kafka.test_kafka_follow import apply
 from tests.parts import UpdateKind, open_log
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.extras.follower.core import FollowMode
 from torchrec_stream_ckpt.extras.follower.updates import Update
+from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control, Log
 from torchrec_stream_ckpt.log.kafka import arrivals
 from torchrec_stream_ckpt.log.kafka.settings import FETCH_WAIT_S
-from torchrec_stream_ckpt.util.types import LogSpan
+from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 
 pytestmark = pytest.mark.kafka
 
@@ -242,4 +244,18 @@ def test_updates_that_are_waited_for_make_no_client_each(
     assert image == image_of_log(log, Control(log).refresh(), marker.id)
     if held_bytes:
         assert counts[-1] == counts[2]  # the first ones make clients that stay
+    log.close()
+
+
+def test_a_mark_is_looked_up_without_a_wait_for_others(writing: Writing, uri: str, made: list[Client]) -> None:
+    """A client waits until it has as many records as it was asked for."""
+    places = []
+    for partition in (0, 1):
+        stream = Stream(partition)
+        stream.mark(1)
+        end = writing.put(partition, stream.frames)[-1][0] + 1
+        places.append(MarkPlace(1, partition, end, parse_header(stream.frames[-1]).header_crc))
+    log = open_log(uri)
+    log.check_marks(places)
+    assert made[0].asked[0] == max(made[0].asked) == 2
     log.close()

@@ -245,7 +245,8 @@ class Reader:
             while len(found) < len(offsets):
                 if reasons.hopeless() or time.monotonic() > deadline:
                     raise reasons.unavailable(self._brokers.uri, f"read {topic}", "no answer")
-                for message in self._consume(consumer, _BATCH_FRAMES, reasons, topic):
+                # Not more than one for each partition: it waits until there are as many as it asks for.
+                for message in self._consume(consumer, len(offsets) - len(found), reasons, topic):
                     there = message.error() is None and message.offset() == offsets[message.partition()]
                     found.setdefault(message.partition(), value_of(message) if there else None)
             return found
