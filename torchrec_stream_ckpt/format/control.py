@@ -55,8 +55,7 @@ class Hello:
 
     @classmethod
     def from_json(cls, data: Buffer, version: int = VERSION) -> Hello:
-        raw = Fields(data, "HELLO", cls, version)
-        hello = cls(raw.take("world", int), raw.schema("schema"), raw.each("shards", TableShard))
+        hello = cls(**Fields(data, "HELLO", cls, version).values(cls))
         for shard in hello.shards:
             if not hello.schema.holds(shard):
                 raise CorruptionError(f"HELLO.shards: {shard} is outside its table")
@@ -111,11 +110,10 @@ class Mark:
         Raises:
             CorruptionError: the payload is invalid.
         """
-        raw = Fields(data, "MARK", cls, version)
-        scalars, dense = raw.each("scalars", TableScalars), raw.dense_proof()
-        if dense is not None:
-            dense.check_scalars(map(astuple, scalars), "MARK.scalars")
-        return cls(raw.take("rows", int), raw.take("num_bytes", int), scalars, raw.proof(), dense)
+        mark = cls(**Fields(data, "MARK", cls, version).values(cls))
+        if mark.dense_proof is not None:
+            mark.dense_proof.check_scalars(map(astuple, mark.scalars), "MARK.scalars")
+        return mark
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -9,12 +9,12 @@ from collections.abc import Callable, Collection, Sequence, Set
 from dataclasses import fields
 from functools import cache
 from sys import intern
-from typing import Any, Self, TypeVar, get_type_hints
+from typing import Any, Self, TypeAlias, TypeVar, get_args, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.claim_changes import MAX_EARLIER, ClaimChanges
 from torchrec_stream_ckpt.format.claim_features import check_announced
-from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
+from torchrec_stream_ckpt.format.dense_files import DenseList
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES, NEWEST_VERSION, VERSION, Buffer, Header
 from torchrec_stream_ckpt.format.proof import MAX_ID, Proof, ReplicatedProof
@@ -64,9 +64,8 @@ class Fields:
     def take(self, name: str, kind: type[T]) -> T:
         return _typed(self._raw[name], kind, f"{self._what}.{name}")
 
-    def optional(self, name: str, kind: type[T]) -> T | None:
-        """Return a field. Returns None if it is omitted."""
-        return self.take(name, kind) if name in self._raw else None
+    def __contains__(self, name: str) -> bool:
+        return name in self._raw
 
     def matching(self, name: str, pattern: re.Pattern[str]) -> str:
         text = self.take(name, str)
@@ -87,8 +86,8 @@ class Fields:
         except ConfigError as error:
             raise CorruptionError(f"{what}: {error.message}") from None
 
-    def ints(self, name: str) -> list[int]:
-        return [_typed(item, int, f"{self._what}.{name}") for item in self.take(name, list)]
+    def ints(self, name: str) -> tuple[int, ...]:
+        return tuple(_typed(item, int, f"{self._what}.{name}") for item in self.take(name, list))
 
     def each(self, name: str, kind: type[T]) -> tuple[T, ...]:
         return tuple(record_of(item, kind, f"{self._what}.{name}") for item in self.take(name, list))
@@ -99,35 +98,27 @@ class Fields:
             return RankEnds.from_text(self.take(name, str))
         return RankEnds.of(self.each(name, RankEnd))
 
-    def dense_list(self, name: str) -> DenseList | None:
-        """Read a COMMIT's field about a list of dense files. Returns None if it is omitted."""
-        return record_of(self._raw[name], DenseList, f"{self._what}.{name}") if name in self._raw else None
+    def one(self, name: str, kind: type[T]) -> T:
+        return record_of(self._raw[name], kind, f"{self._what}.{name}")
 
-    def proof(self) -> Proof | None:
-        """Read the proof of a MARK. Returns None if it is omitted."""
-        if "proof" not in self._raw:
-            return None
-        what = f"{self._what}.proof"
-        raw = dict(self.take("proof", dict))
+    def proof(self, name: str) -> Proof:
+        """Read the proof of a MARK."""
+        what = f"{self._what}.{name}"
+        raw = dict(self.take(name, dict))
         items = _typed(raw.pop("replicated", None), list, f"{what}.replicated")
         replicated = tuple(record_of(item, ReplicatedProof, f"{what}.replicated") for item in items)
         proof = record_of(raw, Proof, what, replicated=replicated)
         proof.check(what)
         return proof
 
-    def dense_proof(self) -> DenseProof | None:
-        """Read the digests of dense state of a MARK. Returns None if they are omitted."""
-        if "dense_proof" not in self._raw:
-            return None
-        what = f"{self._what}.dense_proof"
-        proof = record_of(self._raw["dense_proof"], DenseProof, what)
-        proof.check(what)
+    def dense_proof(self, name: str) -> DenseProof:
+        """Read the digests of dense state of a MARK."""
+        proof = self.one(name, DenseProof)
+        proof.check(f"{self._what}.{name}")
         return proof
 
-    def announced(self, name: str) -> tuple[str, ...] | None:
-        """Read the features that a CLAIM announces. Returns None if they are omitted."""
-        if name not in self._raw:
-            return None
+    def announced(self, name: str) -> tuple[str, ...]:
+        """Read the features that a CLAIM announces."""
         what = f"{self._what}.{name}"
         names = tuple(_typed(item, str, what) for item in self.take(name, list))
         check_announced(names, what)
@@ -141,25 +132,15 @@ class Fields:
         except ConfigError as error:
             raise CorruptionError(f"{what}: {error.message}") from None
 
-    def optional_meta(self, name: str) -> Meta | None:
-        """Read metadata as :meth:`meta`. Returns None if it is omitted."""
-        return self.meta(name) if name in self._raw else None
-
-    def changed(self, name: str) -> ClaimChanges | None:
-        """Read a CLAIM's field about a change of the model. Returns None if it is omitted."""
-        if name not in self._raw:
-            return None
+    def changed(self, name: str) -> ClaimChanges:
+        """Read a CLAIM's field about a change of the model."""
         changed = _changes(self._raw[name], f"{self._what}.{name}")
         changed.check(f"{self._what}.{name}")
         return changed
 
-    def optional_markers(self, name: str) -> tuple[MarkerId, ...] | None:
-        """Read markers. Returns None if they are omitted."""
-        return self.markers(name) if name in self._raw else None
-
-    def layout(self, name: str) -> RankShards | None:
-        """Read the shards of all ranks in a CLAIM. Returns None if they are omitted."""
-        return RankShards.from_text(self.take(name, str)) if name in self._raw else None
+    def layout(self, name: str) -> RankShards:
+        """Read the shards of all ranks in a CLAIM."""
+        return RankShards.from_text(self.take(name, str))
 
     def schema(self, name: str) -> Schema:
         what = f"{self._what}.{name}"
@@ -174,6 +155,10 @@ class Fields:
             raise CorruptionError(f"{what}: tables must have unique ids")
         return schema
 
+    def values(self, kind: type) -> dict[str, Any]:
+        """Read the fields of a dataclass, each by its type. Those that only the frame has are not included."""
+        return {name: read(self, name) for name, read in _readers(kind).items()}
+
 
 class PayloadRecord(Record):
     """A control record that is read from the JSON in its frame, each field by its type."""
@@ -187,12 +172,11 @@ class PayloadRecord(Record):
         Raises:
             CorruptionError: the payload is invalid, or differs from the header.
         """
-        in_both, readers = _read_by(cls)
-        place = {name: getattr(header, name) for name in in_both}
+        place = {name: getattr(header, name) for name in _IN_BOTH if name in _names(cls)}
         raw = Fields(data, cls.KIND.name, cls, header.version, job=header.job.hex(), **place)
-        values = {name: read(raw, name) for name, read in readers}
         mac = raw.matching("mac", MAC)
-        record = cls(**place, **values, job=header.job, mac=mac, version=header.version)  # type: ignore[call-arg]
+        given = {**raw.values(cls), **place, "job": header.job, "mac": mac, "version": header.version}
+        record = cls(**given)
         record.check()
         return record
 
@@ -200,37 +184,47 @@ class PayloadRecord(Record):
         """Check what the types of the fields leave open."""
 
 
-_READERS: dict[object, Callable[[Fields, str], Any]] = {
+_IN_BOTH = ("generation", "marker", "step")
+"""Fields of a record that its header has too."""
+Reader: TypeAlias = Callable[[Fields, str], Any]
+_READERS: dict[object, Reader] = {
     str: lambda raw, name: intern(raw.take(name, str)),
     int: lambda raw, name: raw.take(name, int),
     float: lambda raw, name: raw.take(name, float),
-    int | None: lambda raw, name: raw.optional(name, int),
-    tuple[int, ...]: lambda raw, name: tuple(raw.ints(name)),
-    tuple[DenseFile, ...]: lambda raw, name: raw.each(name, DenseFile),
+    tuple[int, ...]: Fields.ints,
     tuple[MarkerId, ...]: Fields.markers,
-    tuple[MarkerId, ...] | None: Fields.optional_markers,
-    tuple[str, ...] | None: Fields.announced,
+    tuple[str, ...]: Fields.announced,
     MarkerId | None: Fields.marker,
     Meta: Fields.meta,
-    Meta | None: Fields.optional_meta,
     Schema: Fields.schema,
-    RankShards | None: Fields.layout,
-    ClaimChanges | None: Fields.changed,
+    RankShards: Fields.layout,
+    ClaimChanges: Fields.changed,
     Sequence[RankEnd]: Fields.rank_ends,
-    DenseList | None: Fields.dense_list,
+    DenseList: lambda raw, name: raw.one(name, DenseList),
+    Proof: Fields.proof,
+    DenseProof: Fields.dense_proof,
 }
 """Reader of a field of each type."""
 
 
-def _readers_of(kind: type) -> tuple[list[str], list[tuple[str, Callable[[Fields, str], Any]]]]:
-    """Return (fields that the header has too, the other fields but ``job`` and ``mac`` with their readers)."""
-    names = _names(kind)
-    in_both: list[str] = [name for name in ("generation", "marker", "step") if name in names]
-    others = names.difference(in_both, ("job", "mac"))
-    return in_both, [(name, _READERS[hint]) for name, hint in _hints(kind).items() if name in others]
+def _reader(hint: Any) -> Reader:
+    """Return the reader of a type: of the table, of one that may be omitted, or of objects of a dataclass."""
+    if hint in _READERS:
+        return _READERS[hint]
+    kind, other = get_args(hint)
+    if other is Ellipsis:
+        return lambda raw, name: raw.each(name, kind)
+    read = _reader(kind)
+    return lambda raw, name: read(raw, name) if name in raw else None
 
 
-_read_by: Callable[[type], tuple[list[str], list[tuple[str, Callable[[Fields, str], Any]]]]] = cache(_readers_of)
+def _readers_of(kind: type) -> dict[str, Reader]:
+    others = _names(kind) - {*_IN_BOTH, "job", "mac"}
+    return {name: _reader(hint) for name, hint in _hints(kind).items() if name in others}
+
+
+_readers: Callable[[type], dict[str, Reader]] = cache(_readers_of)
+"""Readers of the fields of a kind, by name."""
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
