@@ -16,13 +16,11 @@ TNT_STAMP := $(TNT_VENV)/.installed
 CLOUDS_VENV := .venv-clouds
 CLOUDS_STAMP := $(CLOUDS_VENV)/.installed
 BENCH ?= *
-# Four files of tests at a time, also on two cores: most of them wait for ranks, servers and timers. Two runs of four took
-# 20 and 21 minutes on two idle cores; one of three took 27 on another machine.
-WORKERS ?= 4
-# A worker that dies ends the run, and the test that it died in is named. xdist would start another one, and then wait
-# for ever: its scheduler by files hands the finished ones out once more.
-# Files are taken in the order that tests/conftest.py puts them in, not by their number of tests.
-SHARED = -n $(WORKERS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+# Several files of tests at a time, also on two cores: most of them wait for ranks, servers and timers. A worker is a fork
+# of the process that has collected all tests (tests/workers.py), so one more costs little.
+# A worker that dies ends the run, and the test that it died in is named.
+WORKERS ?= 5
+SHARED = -p tests.workers --workers $(WORKERS)
 GPU_PY ?= python3
 export PYTHON
 
@@ -59,14 +57,13 @@ demo-evolve: $(STAMP) ## Train, change the model, go on, prove what was kept bit
 demo-serve: $(STAMP) ## Train, serve quantized in another process, kill the trainer, prove every answer (DEMO_ARGS=...)
 	@$(PY) recipes/online_serve.py $(DEMO_ARGS)
 
-# One thread a process: ranks that share few cores otherwise wait for each other's spinning threads. Workers keep the
-# asserts that they rewrite: the server of ranks and the processes that tests start read them, instead of parsing again.
+# One thread a process: ranks that share few cores otherwise wait for each other's spinning threads. Asserts that were
+# rewritten are kept for the next run.
 test: test-tools compiled ## Run all tests, Kafka and S3 included (WORKERS=4 PYTEST_ARGS="tests/unit -x")
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) --durations 40 $(PYTEST_ARGS)
 
-# Nothing waits there but for a core: a third worker would import torch once more, and help nobody.
+# Nothing waits there but for a core: a third worker helps nobody.
 test-unit: WORKERS = 2
-# Workers rewrite all asserts of all tests, 5 s of CPU each, where they may not keep what they wrote the last time.
 test-unit: compiled ## Run the tests of single modules, without ranks and servers (PYTEST_ARGS=...)
 	@PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 $(PY) -m pytest $(SHARED) tests/unit $(PYTEST_ARGS)
 

@@ -113,21 +113,25 @@ def logging_as_before() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def broker_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Folder of a running broker. A missing Java or Maven is an error here, never a skip.
+def shared(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> tuple[Path, int]:
+    """A folder of all workers, and the process that servers in it end with: the parent of workers, if there are any.
 
-    Workers share the broker of the one that needs it first, and it ends with their parent: an idle broker takes 3% of a
-    core.
+    An idle broker takes 3% of a core, a server for each worker more.
     """
-    shared = "PYTEST_XDIST_WORKER" in os.environ
     base = tmp_path_factory.getbasetemp()
-    directory = (base.parent if shared else base) / "broker"
+    return (base.parent, os.getppid()) if hasattr(pytestconfig, "workerinput") else (base, os.getpid())
+
+
+@pytest.fixture(scope="session")
+def broker_dir(shared: tuple[Path, int]) -> Iterator[Path]:
+    """Folder of a running broker. A missing Java or Maven is an error here, never a skip."""
+    (base, owner), directory = shared, shared[0] / "broker"
     broker = Broker(directory)
-    with locked(directory.with_name("broker.lock")):
+    with locked(base / "broker.lock"):
         if not broker.status().running:
-            broker.start(die_with=os.getppid() if shared else os.getpid())
+            broker.start(die_with=owner)
     yield directory
-    if not shared:
+    if owner == os.getpid():
         broker.stop()
 
 
@@ -140,12 +144,16 @@ def bootstrap(broker_dir: Path) -> str:
 
 
 @pytest.fixture(scope="session")
-def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+def s3_server(shared: tuple[Path, int]) -> Iterator[S3Server]:
     """A running S3 server that all tests share; none of them may stop it."""
-    server = S3Server(tmp_path_factory.mktemp("s3"))
-    server.start()
+    base, owner = shared
+    with locked(base / "s3.lock"):
+        server = S3Server(base / "s3")
+        if not server.answers():
+            server.start(die_with=owner)
     yield server
-    server.kill()
+    if owner == os.getpid():
+        server.kill()
 
 
 @pytest.fixture(scope="session")

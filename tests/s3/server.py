@@ -33,15 +33,16 @@ jclouds.provider=filesystem-nio2
 
 
 class S3Server:
-    """One server, ended with this process at the latest. It keeps its port and its objects over :meth:`start`."""
+    """One server. It keeps its port and its objects over :meth:`start`: both are those of its folder."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.port = free_port()
+        self._directory, known = directory, directory / "port"
+        self.port = int(known.read_text()) if known.exists() else free_port()
         self.objects = directory / "objects"
         """Buckets are folders in here, objects files: what the server shows, seen from behind."""
         self.bucket = "tests"
-        (self.objects / self.bucket).mkdir(parents=True)
+        (self.objects / self.bucket).mkdir(parents=True, exist_ok=True)
+        known.write_text(str(self.port))
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -55,17 +56,19 @@ class S3Server:
         options = {"key": KEY, "secret": SECRET, "endpoint_url": self.endpoint}
         return {**options, "client_kwargs": client, "config_kwargs": json.dumps(config), **changed}
 
-    def start(self) -> None:
+    def start(self, die_with: int | None = None) -> None:
+        """Start it, to end at the latest with a process, by default this one."""
+        owner = die_with or os.getpid()
         settings = self._directory / "s3proxy.properties"
         place = f"s3proxy.endpoint={self.endpoint}\njclouds.filesystem.basedir={self.objects}\n"
         settings.write_text(_SETTINGS + place)
         java = [find_java(), *_JVM, f"-Dlogback.configurationFile={HERE / 'logback.xml'}"]
         program = ["-cp", f"{S3PROXY.fetched()}/*", "org.gaul.s3proxy.Main", "--properties", str(settings)]
-        tied = [sys.executable, "-I", tether.__file__, str(os.getpid()), str(birth_of(os.getpid()))]
+        tied = [sys.executable, "-I", tether.__file__, str(owner), str(birth_of(owner))]
         with open(self._directory / "s3proxy.log", "ab") as output:
             self._process = subprocess.Popen([*tied, *java, *program], stdout=output, stderr=output)
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
+        while not self.answers():
             assert self._process.poll() is None, f"it ended: {self.said()}"
             assert time.monotonic() < deadline, f"it does not answer: {self.said()}"
             time.sleep(0.05)
@@ -80,7 +83,8 @@ class S3Server:
     def said(self) -> str:
         return (self._directory / "s3proxy.log").read_text()[-2000:]
 
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
+        """Whether it runs."""
         try:
             urllib.request.urlopen(self.endpoint, timeout=5).close()
         except urllib.error.HTTPError as refused:
