@@ -119,6 +119,7 @@ def test_a_layout_that_rewrites_more_reads_less(counted: dict[str, Any]) -> None
     assert counted["store, span2"]["restored"][NEWEST] < counted["store, span4"]["restored"][NEWEST]
 
 
+@pytest.mark.slow  # by the counts that the tests above compare with files
 def test_figures_of_the_paper_are_counted(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     done = run_script(ROOT / "benchmarks" / "recovery" / "figures.py", "--quick", "--out", str(out), timeout_s=500)

@@ -14,6 +14,7 @@ import torch
 
 from tests.bench.smoke import ROOT, measured, refusal, run
 from tests.forks import run_script
+from tests.sampled import marks_of
 
 CASES = {
     "encode": "--quick",
@@ -47,6 +48,7 @@ def test_a_case_files_every_point(case: str, tmp_path: Path) -> None:
     assert set(measured(report)) == POINTS[case]
 
 
+@pytest.mark.slow
 def test_the_overhead_of_every_stretch_is_filed(tmp_path: Path) -> None:
     report = run("overhead/run.py", CASES["overhead"], tmp_path)
     assert all(report["facts"][name]["steps"] > 0 for name in STRETCHES)
@@ -90,7 +92,9 @@ def test_the_pauses_of_readers_are_filed(tmp_path: Path) -> None:
 
 
 @pytest.mark.kafka
-@pytest.mark.parametrize("part", ["age", "cpu", "catch-up"])
+@pytest.mark.parametrize(
+    "part", [pytest.param(part, marks=marks_of(part, ("catch-up",))) for part in ("age", "cpu", "catch-up")]
+)
 def test_a_replica_of_each_log_is_measured(part: str, tmp_path: Path) -> None:
     found = measured(run("freshness/run.py", f"--quick --part {part}", tmp_path))
     ways = {"rows", "markers"}
@@ -118,6 +122,7 @@ def test_a_materializer_scales_out_and_a_day_is_simulated(tmp_path: Path) -> Non
     assert {name: each["done"] > 0 for name, each in report["tasks"].items()} == {"scrub": True}
 
 
+@pytest.mark.slow
 @pytest.mark.kafka
 def test_a_log_of_a_broker_is_folded(tmp_path: Path) -> None:
     report = run("ingest/run.py", "--quick --log kafka", tmp_path)
@@ -134,6 +139,7 @@ def test_a_case_without_its_broker_says_so_by_name(tmp_path: Path) -> None:
     assert json.loads(out.read_text())["not measured"].startswith("no broker: ")
 
 
+@pytest.mark.slow
 @pytest.mark.kafka
 def test_a_broker_takes_what_a_raw_producer_sends_and_what_we_do(tmp_path: Path) -> None:
     assert set(measured(run("stream/run.py", "--quick --log kafka", tmp_path))) == {
@@ -149,6 +155,7 @@ def test_a_reader_behind_a_log_is_timed(tmp_path: Path) -> None:
     assert len(found["until sent"]) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.kafka
 def test_both_tiers_give_back_what_was_committed(tmp_path: Path) -> None:
     found = measured(run("tiers/run.py", "--quick", tmp_path))

@@ -84,6 +84,7 @@ def test_ranks_that_were_killed_are_launched_again_as_three_and_the_materializer
     assert all(entry["restorable"] for entry in before + after)
 
 
+@pytest.mark.slow  # the role: s3/test_identity; a job that goes on: s3/test_bucket_job; torchx: the test before
 def test_a_job_in_a_bucket_has_the_role_of_its_pod_and_goes_on_with_more_ranks(
     s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,8 +43,8 @@ class Orders:
     scale: int = 1
     """How many times the rows of tables and the samples of batches."""
     wild_clock: bool = False
-    pause_s: float = 0.0
-    """Between two steps: others need the machine, too."""
+    pause_s: float = 0.02
+    """Between two steps: it trains on while others wait for its markers, and they need the machine, too."""
     life_s: float = 240.0
     """It lives no longer, whatever becomes of the test."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -68,8 +69,20 @@ ON_BUCKET: list[Scenario] = [
     buckets.objects_tampered_with,
     buckets.kills_in_one_bucket,
 ]
-LIKE_NO_OTHER = (kills.kills_on_kafka, survivors.zombies_on_kafka, topics.topics_tampered_with)
-"""The others do on Kafka what is done on files."""
+LIKE_OTHERS = (
+    *(workers.kills_of_workers, surgery.files_tampered_with),  # processes/test_engine, distributed/test_damage
+    surgery.frames_on_kafka,  # on files, here
+    *(survivors.zombies_on_bucket, buckets.objects_tampered_with),  # s3/test_bucket_log, s3/test_bucket_job
+    buckets.kills_in_one_bucket,  # of a materializer on files, here
+)
+"""Left to the long form: a cheaper test shows the same, or this one on another log."""
+LIKE_BUFFERED = (kills.kills_on_files, survivors.zombies_on_files, disks.short_writes)
+"""The same for direct writes, which unit/test_direct_torn cuts anywhere; distributed/test_direct_writes has a job."""
+
+
+def cells(scenarios: list[Scenario], like_others: tuple[Scenario, ...] = LIKE_OTHERS) -> list[Any]:
+    left = [each for each in scenarios if each not in like_others]
+    return [pytest.param(each, id=each.__name__, marks=marks_of(each, left)) for each in scenarios]
 
 
 def judge(form: Form) -> None:
@@ -114,7 +127,7 @@ def test_a_broker_that_is_frozen_in_the_middle_of_a_commit_is_named_on_all_ranks
     judge(form)
 
 
-@pytest.mark.parametrize("scenario", ON_FILES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("scenario", cells(ON_FILES))
 def test_no_marker_is_lost_or_wrong(scenario: Scenario, tmp_path: Path) -> None:
     form = Form(tmp_path, Board())
     scenario(form)
@@ -123,7 +136,7 @@ def test_no_marker_is_lost_or_wrong(scenario: Scenario, tmp_path: Path) -> None:
         assert deaths(form) == len(kills.FILE_KILLS)
 
 
-@pytest.mark.parametrize("scenario", DIRECT, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("scenario", cells(DIRECT, LIKE_BUFFERED))
 def test_no_marker_is_lost_or_wrong_past_the_page_cache(scenario: Scenario, disk: Path) -> None:
     form = Form(disk, Board(), log_writes="direct")
     scenario(form)
@@ -131,10 +144,7 @@ def test_no_marker_is_lost_or_wrong_past_the_page_cache(scenario: Scenario, disk
 
 
 @pytest.mark.kafka
-@pytest.mark.parametrize(
-    "scenario",
-    [pytest.param(each, id=each.__name__, marks=marks_of(each, LIKE_NO_OTHER)) for each in ON_KAFKA],
-)
+@pytest.mark.parametrize("scenario", cells(ON_KAFKA))
 def test_no_marker_is_lost_or_wrong_on_kafka(scenario: Scenario, bootstrap: str, tmp_path: Path) -> None:
     form = Form(tmp_path, Board(), bootstrap=bootstrap)
     scenario(form)
@@ -143,7 +153,7 @@ def test_no_marker_is_lost_or_wrong_on_kafka(scenario: Scenario, bootstrap: str,
         assert deaths(form) == len(kills.KAFKA_KILLS)
 
 
-@pytest.mark.parametrize("scenario", ON_BUCKET, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("scenario", cells(ON_BUCKET))
 def test_no_marker_is_lost_or_wrong_in_a_bucket(scenario: Scenario, s3_server: S3Server, tmp_path: Path) -> None:
     form = Form(tmp_path, Board(), server=s3_server)
     scenario(form)

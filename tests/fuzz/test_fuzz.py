@@ -12,13 +12,13 @@ from tests.fuzz.__main__ import fuzz
 from tests.fuzz.targets import targets
 
 SHORT = {
-    "frame": 2.0,
-    "forged frame": 2.0,
-    "file log": 8.0,
-    "store object": 2.0,
-    "forged store object": 2.0,
-    "store": 2.0,
-    "summary": 2.0,
+    "frame": 0.5,
+    "forged frame": 0.5,
+    "file log": 2.0,
+    "store object": 0.5,
+    "forged store object": 0.5,
+    "store": 0.5,
+    "summary": 0.5,
 }
 ATTEMPTS = 100
 """At least, however busy the machine is."""
