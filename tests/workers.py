@@ -186,8 +186,8 @@ def _run_files(session: pytest.Session, files: list[File], pipe: Connection) -> 
         pipe.send(("next", None))
         if (number := pipe.recv()) is None:
             return True
-        elsewhere = files[number - 1][0] if len(files) > 1 else None  # fixtures of the file end with it
-        for item, following in zip(files[number], [*files[number][1:], elsewhere], strict=True):
+        # After the last test of a file, the fixtures of the session alone stay.
+        for item, following in zip(files[number], [*files[number][1:], session], strict=True):
             item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
             if session.shouldfail or session.shouldstop:
                 return True

@@ -11,7 +11,7 @@ import pytest
 from tests import forks
 
 FILES = {
-    "test_a.py": """
+    "one/test_a.py": """
         import pytest
 
         @pytest.fixture(scope="module")
@@ -24,13 +24,14 @@ FILES = {
         @pytest.mark.skip
         def test_is_skipped(): pass
     """,
-    "test_b.py": """
+    "one/test_b.py": """
         import os, signal
 
         def test_passes(): pass
         def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
         def test_never_runs(): pass
     """,
+    "two/test_c.py": "def test_passes(): pass",
 }
 
 
@@ -39,7 +40,7 @@ def _run(folder: Path, *arguments: str) -> int:
     main, output = os.getpid(), os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
     for stream in (1, 2):
         os.dup2(output, stream)
-    given = ("-p", "tests.workers", "-p", "no:cacheprovider", "-c", str(folder / "pytest.ini"), "--workers", "2")
+    given = ("-p", "tests.workers", "-p", "no:cacheprovider", "-c", str(folder / "pytest.ini"))
     code = pytest.main([*given, "--basetemp", str(folder / "temp"), *arguments, str(folder)])
     if os.getpid() != main:
         os._exit(code)
@@ -49,15 +50,16 @@ def _run(folder: Path, *arguments: str) -> int:
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     for name, text in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(textwrap.dedent(text))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     return tmp_path
 
 
 def test_what_each_test_came_to_is_reported_once(folder: Path) -> None:
-    assert forks.call(_run, folder, "-k", "not dies", "--durations=1") == 1
+    assert forks.call(_run, folder, "--workers", "1", "-k", "not dies", "--durations=1") == 1
     said = (folder / "output").read_text()
-    assert "1 failed, 3 passed, 1 skipped, 1 deselected" in said, said
+    assert "1 failed, 4 passed, 1 skipped, 1 deselected" in said, said
     assert "assert (1 + 1) == 3" in said
     assert "printed here" in said
     assert "slowest" in said
@@ -65,5 +67,5 @@ def test_what_each_test_came_to_is_reported_once(folder: Path) -> None:
 
 
 def test_a_worker_that_dies_ends_the_run_and_its_test_is_named(folder: Path) -> None:
-    assert forks.call(_run, folder, "-k", "not fails") == 3
-    assert "a worker ended with -9 in or after test_b.py::test_dies" in (folder / "output").read_text()
+    assert forks.call(_run, folder, "--workers", "2", "-k", "not fails") == 3
+    assert "a worker ended with -9 in or after one/test_b.py::test_dies" in (folder / "output").read_text()
