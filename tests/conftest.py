@@ -33,6 +33,9 @@ settings.load_profile("here")
 JAVA = "-XX:TieredStopAtLevel=1"
 os.environ.setdefault("JDK_JAVA_OPTIONS", f"{JAVA} -XX:SharedArchiveFile={ARCHIVE}" if ARCHIVE.exists() else JAVA)
 
+RUNNING: list[S3Server] = []
+"""Servers that outlive the worker that has started them: Python complains of a process that nobody holds any more."""
+
 ROOT = Path(__file__).parents[1]
 LONG = (
     "tests/faults/test_chaos.py",
@@ -151,6 +154,7 @@ def s3_server(shared: tuple[Path, int]) -> Iterator[S3Server]:
         server = S3Server(base / "s3")
         if not server.answers():
             server.start(die_with=owner)
+            RUNNING.append(server)
     yield server
     if owner == os.getpid():
         server.kill()
