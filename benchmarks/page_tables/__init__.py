@@ -43,6 +43,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "overhead": costs.overhead,
     "points": cases.points,
     "proof-costs": proof.costs,
+    "proof-measured-costs": proof.measured_costs,
     "proof-ettr": proof.ettr,
     "proof-kills": proof.kills,
     "proof-month": proof.month,
