@@ -93,7 +93,9 @@ def test_what_the_thesis_page_says_of_the_thesis() -> None:
     ]
     criteo = [own / base for base, own in (quoted("thesis", "6.8"), quoted("thesis", "6.10"))]
     slower = [
-        point.name for point in tables.recovered() if point.median("ours, store") > point.median("thesis, loading service")
+        point.name
+        for point in tables.recovered()
+        if point.median("ours, store") > point.median("thesis, loading service")
     ]
     assert slower == ["synthetic, 2 ranks, recovery", "criteo, 2 ranks, recovery"]
     save, whole = next(tables.saves())[1], quoted("thesis", "6.1 10k, every 1")[1]
