@@ -14,7 +14,7 @@ import threading
 import warnings
 from importlib import import_module
 from itertools import groupby
-from multiprocessing import Pipe, forkserver
+from multiprocessing import Pipe, forkserver, util
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -155,7 +155,8 @@ def _become_worker(config: pytest.Config, number: int, pipe: Connection) -> None
 def _fork_server(pipe: Connection) -> None:
     """The server of ranks, forked: as ``multiprocessing`` starts one, which would have to import everything."""
     with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(f"\0ranks-{os.getpid()}")
+        # In a file: hosts of tests are network namespaces, and an abstract name is of one namespace alone.
+        listener.bind(os.path.join(util.get_temp_dir(), f"ranks-{os.getpid()}"))
         listener.listen()
         alive, ours = os.pipe()
         if not (pid := os.fork()):
