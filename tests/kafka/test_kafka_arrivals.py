@@ -6,6 +6,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,24 @@ def test_records_are_read_although_the_client_that_waits_has_failed(
     assert read(log, 0, later[0][0]) == later
     assert len(made) == 3
     watch.close()
+    log.close()
+
+
+def test_reads_of_one_partition_may_alternate(writing: Writing, uri: str) -> None:
+    log = open_log(uri)
+    watch = log.watch()
+    assert watch.wait(60, [0])
+    new = writing.write(0, *range(10))
+    assert watch.wait(60, [0])
+    reading = log.read(LogSpan(1, 0, 0, 10))
+    first = [(offset, bytes(each)) for offset, each in islice(reading, 3)]
+    assert read(log, 0, 2) == new[2:]
+    assert first + [(offset, bytes(each)) for offset, each in reading] == new
+    later = writing.write(0, *range(10))
+    reading = log.read(LogSpan(1, 0, 10, 20))
+    first = [(offset, bytes(each)) for offset, each in islice(reading, 3)]
+    watch.close()
+    assert first + [(offset, bytes(each)) for offset, each in reading] == later
     log.close()
 
 

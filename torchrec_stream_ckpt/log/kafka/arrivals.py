@@ -160,24 +160,26 @@ class Arrivals:
             begin = held.last[0] + 1
             yield held.last
         heard = time.monotonic()
-        while True:
-            while held.records and held.records[0][0] < end:
+        while held.last is None or held.last[0] < begin:  # otherwise another read has gone further
+            if held.records and held.records[0][0] < end:
                 record = held.read()
                 self._num_bytes -= len(record[1])
                 if record[0] >= begin:
                     begin = record[0] + 1
                     yield record
+                continue
             if held.records or held.upto >= end:  # offsets without a record may be missing
                 self._has_news = self._has_news or bool(held.records)
                 return end
-            if not self._is_sound:
-                return begin
+            if not self._is_sound or self._held.get((topic, partition)) is not held:
+                break
             upto, places = held.upto, self._receive(min(_BATCH, end - held.upto), _SLICE_S)
             self._has_news = self._has_news or bool(places - {(topic, partition)})
             if held.upto > upto:
                 heard = time.monotonic()
             if time.monotonic() - heard > _SILENT_S or self._num_bytes > HELD_BYTES:
                 self._is_sound = False
+        return begin
 
     def _held_from(self, topic: str, partition: int, begin: int) -> _Held | None:
         """Return the records of a partition, if they begin at or before ``begin``."""
