@@ -38,6 +38,8 @@ class _Held:
     """Offset from which on all records are held, or are still to arrive."""
     upto: int
     """Offset of the next record to arrive."""
+    epoch: int
+    """Leader epoch of the partition at the first wait. A later leader may lack records that are held."""
     records: deque[tuple[int, bytes]] = field(default_factory=deque)
     last: tuple[int, bytes] | None = None
     """The record that was read last: a reader of a stream begins with the frame at which it stopped."""
@@ -107,7 +109,9 @@ class Arrivals:
         settings = arrival_settings(self._brokers.asked, self._brokers.options)
         self._consumer = make_client(ck.Consumer, settings, Reasons(self._brokers.options))
         self._consumer.assign([ck.TopicPartition(topic, each, ends[topic][each].high) for topic, each in places])
-        self._held = {(topic, each): _Held(ends[topic][each].high, ends[topic][each].high) for topic, each in places}
+        for topic, each in places:
+            _, end, epoch = ends[topic][each]
+            self._held[topic, each] = _Held(end, end, epoch)
         return True
 
     def _receive(self, most: int, timeout_s: float) -> set[Place]:
@@ -186,6 +190,9 @@ class Arrivals:
         if not self._is_sound or self._consumer is None or self._thread != threading.get_ident():
             return None
         held = self._held.get((topic, partition))
+        if held is not None and self._brokers.epochs.get((topic, partition), held.epoch) != held.epoch:
+            self._is_sound = False
+            return None
         return held if held is not None and held.first <= begin else None
 
     def wake(self) -> None:
