@@ -47,6 +47,14 @@ def test_no_bit_differs_after_any_kill(variant: str) -> None:
         assert sum(row["kills"].values()) > 0
 
 
+def test_one_job_outlives_a_thousand_kills() -> None:
+    kills = {name: sum(row["kills"].values()) for name, row in newest("proof", "many").facts["variants"].items()}
+    assert kills.pop("ours") == 1000
+    assert set(kills.values()) == {50}
+    assert "A thousand kills of one job and its one log**, and 50 of each other tool" in page(PAGE)
+    assert "1,000 kills, no wrong bit" in page("README.md")
+
+
 def test_where_failures_leave_time_and_where_others_are_ahead() -> None:
     result = newest("proof", "ettr")
     ours, paced, spare = "ours", "ours, paced", "ours, paced, a hot spare"
