@@ -174,7 +174,7 @@ def _fork_server(pipe: Connection) -> None:
 
 
 def _forget_pytest() -> None:
-    """What ranks of a server that was started anew would not have."""
+    """Remove what the ranks of a server that imports everything itself would not have."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
     warnings.filterwarnings("ignore")  # as the models of tests set it
     for name, module in list(sys.modules.items()):

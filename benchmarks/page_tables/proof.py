@@ -60,7 +60,7 @@ def costs(page: Path) -> Table:
 
 
 def measured_costs(page: Path) -> Table:
-    """What each way costs one small job; a save of rows after the slash, where a way has both kinds."""
+    """Costs of each way for one small job; a save of rows follows the slash, if a way has both kinds."""
     result = newest("proof", "costs")
     head = [result.said(page), "a step without saves, ms", "with them, ms", "a save takes, ms", "it counts after, ms"]
     found = [[*head, "saves", "a new process until its first step, s"]]

@@ -15,7 +15,7 @@ SAMPLE = ("tests/golden", "tests/distributed/test_exact.py")
 
 
 def run(*arguments: str) -> str:
-    """What a Python says that may not use the kernel."""
+    """Run a Python that may not use the kernel, and return its output."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     ran = subprocess.run(
         [sys.executable, *arguments],
