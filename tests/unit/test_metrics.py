@@ -11,10 +11,11 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError
 from torchrec_stream_ckpt.extras.follower.stats import FollowStats, follower_values
-from torchrec_stream_ckpt.save.metrics_export import scalars
+from torchrec_stream_ckpt.save.metrics_export import Board, scalars
 from torchrec_stream_ckpt.save.telemetry import Telemetry
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.metrics import (
@@ -30,6 +31,8 @@ from torchrec_stream_ckpt.util.stats import BUCKETS_S, Stats, Stopwatch, Timing
 from torchrec_stream_ckpt.util.types import Committed, MarkerId
 
 DOCS = Path(__file__).parents[2] / "docs"
+WAIT_S = 300.0
+"""Against a hang alone: nothing rests on it."""
 
 
 def stats(**more: object) -> Stats:
@@ -153,7 +156,26 @@ def test_the_page_lists_every_metric_and_every_scalar_as_the_code_has_it() -> No
     timed = [metric.name for metric in every if metric.kind == "histogram"]
     assert timed == [metric.name for metric in TRAINER_METRICS.values()][-4:], "the page says which are histograms"
     listed = next(block for block in page.split("\n\n") if block.startswith("`rows_captured`, "))
-    assert re.findall(r"`(\w+)`", listed) == list(scalars(stats(), None, 0.0))
+    assert re.findall(r"`(\w+)`", listed) == list(scalars(stats(blocked=Timing(count=1)), None, 0.0))
+
+
+def test_tensorboard_gets_what_was_counted_after_the_last_step(tmp_path: Path) -> None:
+    asked, blocked = threading.Event(), Timing(1, 0.25, 0.25)
+    now = stats(generation=1, step=4, rows=50, blocked=blocked)
+
+    def read() -> Stats:
+        value = now
+        asked.set()
+        return value
+
+    board = Board(tmp_path, read, Telemetry(0, 1e6))
+    assert asked.wait(WAIT_S)
+    now = stats(generation=1, step=4, rows=57, blocked=blocked)
+    board.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    rows, means = (events.Scalars(f"stream_ckpt/{name}") for name in ("rows_captured", "blocked_ms_mean"))
+    assert [(event.step, event.value) for event in rows] == [(4, 50.0), (4, 57.0)]
+    assert [(event.step, event.value) for event in means] == [(4, 250.0)], "no step ran since"
 
 
 def test_the_alerts_that_are_advised_ask_for_metrics_that_exist() -> None:

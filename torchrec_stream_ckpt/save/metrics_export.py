@@ -106,11 +106,12 @@ class Board:
     def _run(self) -> None:
         while not self._stop.wait(_EVERY_S):
             self._write()
-        self._write()
+        self._write(last=True)
 
-    def _write(self) -> None:
+    def _write(self, *, last: bool = False) -> None:
+        """Write the values, if a step has run since the previous call; the last ones in any case."""
         stats, before = self._read(), self._before
-        if stats.generation == 0 or (before is not None and before.step == stats.step):
+        if stats.generation == 0 or (before is not None and before.step == stats.step and not last):
             return
         self._before = stats
         for name, value in scalars(stats, before, self._telemetry.blocked.take_peak()).items():
@@ -124,8 +125,12 @@ def scalars(stats: Stats, before: Stats | None, peak_s: float) -> dict[str, floa
         stats: Current values of the rank.
         before: Values at the previous call; None at the first one.
         peak_s: Duration of the longest step since then, in seconds.
+
+    Returns:
+        Durations of steps are left out if none has run since then.
     """
-    return {
+    since = before.blocked if before is not None else Timing()
+    values = {
         "rows_captured": stats.rows,
         "frames_megabytes": stats.num_bytes / 1e6,
         "dirty_rows": stats.dirty_rows,
@@ -140,11 +145,14 @@ def scalars(stats: Stats, before: Stats | None, peak_s: float) -> dict[str, floa
         "proved_ratio": stats.proved_ratio,
         "oldest_proof_markers": stats.oldest_proof_markers,
         "restore_estimate_seconds": stats.restore_s,
-        "blocked_ms_mean": _mean_ms(stats.blocked, before.blocked if before is not None else Timing()),
+        "blocked_ms_mean": _mean_ms(stats.blocked, since),
         "blocked_ms_max": 1e3 * peak_s,
         "drain_ms_mean": _mean_ms(stats.drain, before.drain if before is not None else Timing()),
         "commit_ms_mean": _mean_ms(stats.commit, Timing()),
     }
+    if stats.blocked.count == since.count:
+        del values["blocked_ms_mean"], values["blocked_ms_max"], values["drain_ms_mean"]
+    return values
 
 
 def _mean_ms(timing: Timing, before: Timing) -> float:
