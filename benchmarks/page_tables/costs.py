@@ -9,7 +9,7 @@ from typing import Any
 
 from .freshness import worst_log
 from .goals import wanted
-from .results import VERDICT, Point, Result, Table, code, is_filed, newest, ranged, three
+from .results import VERDICT, Point, Result, Table, code, is_filed, newest, of_machines, ranged, three
 from .thesis import thesis
 
 STEPS = {
@@ -149,10 +149,14 @@ LIMITS = {
 
 
 def limits(page: Path) -> Table:
-    result = newest("limits")
-    found = [[result.said(page), "GB/s", "range"]]
-    for name, row in result.point("limits").variants.items():
-        found.append([LIMITS.get(name, name), f"{row['median']:.1f}", f"{row['min']:.1f}-{row['max']:.1f}"])
+    """One column a machine."""
+    results = of_machines("limits")
+    points = [result.point("limits") for result in results]
+    found = [["GB/s (range)", *(result.said(page) for result in results)]]
+    for name in points[0].variants:
+        rows = (point.variants[name] for point in points)
+        cells = (f"{row['median']:.1f} ({row['min']:.1f}-{row['max']:.1f})" for row in rows)
+        found.append([LIMITS.get(name, name), *cells])
     return found
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .results import ALL, VERDICT, NotFiledError, Point, Result, Table, code, is_filed, newest, three
+from .results import ALL, VERDICT, NotFiledError, Point, Result, Table, code, is_filed, newest, of_machines, three
 
 OURS = "ours"
 _NUMBER = re.compile(r"-?\d[\d.]*(?:e[-+]?\d+)?")
@@ -81,9 +81,9 @@ def wanted(text: str) -> str:
 
 
 def limit(result: Result, num_bytes: float, what: str) -> str:
-    """The time that the machine of the result needs for these bytes, if it is the one whose limits are filed."""
-    limits = newest("limits")
-    if limits.cpu != result.cpu:
+    """The time that the machine of the result needs for these bytes, if its limits are filed."""
+    limits = next((each for each in of_machines("limits") if each.cpu == result.cpu), None)
+    if limits is None:
         return "of another machine"
     return f"{what}: {three(num_bytes / limits.point('limits').median(what) / 1e6)} ms"
 

@@ -165,6 +165,12 @@ def newest(case: str, variant: str = "") -> Result:
         raise NotFiledError(f"{found[-1].name}: {error}") from None
 
 
+def of_machines(case: str) -> list[Result]:
+    """The newest result of each machine, of a case that is filed of several; machines by name."""
+    newest_of = {path.stem[11:]: path for path in _filed(case, "")}
+    return [Result(path, json.loads(path.read_text())) for _, path in sorted(newest_of.items())]
+
+
 def is_filed(case: str, variant: str = "") -> bool:
     return bool(_filed(case, variant))
 

@@ -93,7 +93,7 @@ def test_a_result_of_a_busy_machine_says_so_at_its_head(filed: Any) -> None:
     found = {"facts": {"not idle": "x"}, "points": {"limits": point("GB/s", "none", copy=1)}}
     filed("limits", "2026-01-01_a-box", found)
     assert cases.points(PAGE, "busy")[0][0].endswith("load 10.6: **a busy machine**")
-    assert costs.limits(PAGE)[0][0].endswith("load 0.5: **not idle**")
+    assert costs.limits(PAGE)[0][1].endswith("load 0.5: **not idle**")
 
 
 def test_a_median_of_cold_rounds_alone_has_a_row(filed: Any) -> None:
@@ -174,10 +174,17 @@ def test_cases_that_are_not_filed_or_not_measured_keep_their_row(filed: Any, mon
 
 
 def test_a_limit_is_that_of_the_machine_of_the_row(filed: Any, tmp_path: Path) -> None:
-    filed("limits", "2026-01-01_a-box", {"points": {"limits": point("GB/s", "none", copy=2.0)}})
-    same, other = (Result(tmp_path / "x.json", {"machine": MACHINE | {"cpu": cpu}}) for cpu in ("AMD EPYC", "Xeon"))
+    slow, fast = ({"points": {"limits": point("GB/s", "none", copy=each)}} for each in (1.0, 2.0))
+    filed("limits", "2026-01-01_a-box", slow)
+    filed("limits", "2026-01-02_a-box", fast)
+    filed("limits", "2026-01-02_b-box", {"machine": MACHINE | {"cpu": "Xeon"}, **slow})
+    same, other, unknown = (
+        Result(tmp_path / "x.json", {"machine": MACHINE | {"cpu": cpu}}) for cpu in ("AMD EPYC", "Xeon", "ARM")
+    )
     assert goals.limit(same, 1e9, "copy") == "copy: 500 ms"
-    assert goals.limit(other, 1e9, "copy") == "of another machine"
+    assert goals.limit(other, 1e9, "copy") == "copy: 1000 ms"
+    assert goals.limit(unknown, 1e9, "copy") == "of another machine"
+    assert costs.limits(PAGE)[1] == ["copy", "2.0 (2.0-2.0)", "1.0 (1.0-1.0)"]
 
 
 def test_a_run_that_was_not_measured_is_not_missed(filed: Any) -> None:
