@@ -343,6 +343,7 @@ def test_how_far_the_model_of_scale_is_off_in_words() -> None:
         r"\*restore, log\* on 2 and 4 ranks ([\d.]+) to ([\d.]+) times": _ends(
             off["log_restore_s"][each] for each in ("2", "4")
         ),
+        r"added\* is ([\d.]+) to ([\d.]+) times the prediction": _ends(off["added_s"].values()),
         r"frames of 1 MB: (\d+) MB/s. CRC-32C (\d+) GB/s, append ([\d.]+) GB/s, .* a megabyte ([\d.]+) ms": [
             parts["broker_produce_megabytes_a_second"],
             parts["crc32c_gigabytes_a_second"],
@@ -351,9 +352,20 @@ def test_how_far_the_model_of_scale_is_off_in_words() -> None:
         ],
     }
     check_sentences("benchmarks/scale/README.md", said)
-    for ranks in ("2", "4"):
-        pattern = r"takes ([\d.]+) times as long as predicted on 2 ranks and on 4"
-        check_sentences("benchmarks/scale/README.md", {pattern: [off["marker_s"][ranks]]})
+    markers = [off["marker_s"][ranks] for ranks in ("1", "2", "4")]
+    pattern = r"([\d.]+), ([\d.]+) and ([\d.]+) times as long as predicted"
+    check_sentences("benchmarks/scale/README.md", {f"takes {pattern} on 1, 2 and 4 ranks": markers})
+    check_sentences(
+        "docs/sizing.md",
+        {
+            rf"(\d+) of 18, and there markers took {pattern} \((\d+) to (\d+) ms\), restores up to ([\d.]+) times": [
+                sum(near),
+                *markers,
+                *_ends(1e3 * job["marker_s"]["measured"] for job in jobs.values()),
+                max(each for name in names if "restore" in name for each in off[name].values()),
+            ]
+        },
+    )
 
 
 def test_what_the_performance_page_says_of_synthetic_runs() -> None:
