@@ -51,8 +51,12 @@ def test_a_head_beside_the_store() -> None:
             each.ratios("torch.load", "head")[0] for each in (cold, warm)
         ],
         r"Warm, a HEAD takes (\d+) ms and the store (\d+)": [warm.median("head"), warm.median("store")],
+        r"Cold, the two take (\d+) and (\d+) ms": [cold.median("head"), cold.median("store")],
     }
     check_sentences("docs/store.md", said)
+    mapped = newest("restore").point("store, on 1, cold").ratios("torch.load, mmap + copy", "ours, store")[0]
+    pattern = r"slower on the Xeon \(([\d.]+) times its speed\), faster on an EPYC \(([\d.]+)\)"
+    check_sentences("docs/performance.md", {pattern: [mapped, cold.ratios("mmap, copy", "store")[0]]})
 
 
 def test_what_stands_beside_a_bound_that_is_held() -> None:
