@@ -318,6 +318,8 @@ def test_what_a_core_folds_beside_what_the_plan_counts_on() -> None:
     costs = newest("scaleout").found["unit_costs"]
     rates = [1e-6 / costs[name] for name in ("fold_s_per_byte", "merge_s_per_byte")]
     check_sentences("docs/sizing.md", {r"where the filed result has (\d+) and (\d+) MB/s": rates})
+    gives = newest("scaleout").found["measured"]["one_core_over_what_shares_nothing"]["median"]
+    check_sentences("benchmarks/scaleout/README.md", {r"Here that is ([\d.]+) times as much as one gives": [gives]})
 
 
 def test_the_load_before_the_case_of_merging() -> None:
