@@ -7,34 +7,23 @@ contiguous tensor, byte for byte apart from the values. All others are left to D
 from __future__ import annotations
 
 import os
+import pickle
 import struct
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from itertools import count
+from io import BytesIO
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-_STORAGES = {
-    torch.float64: "DoubleStorage",
-    torch.float32: "FloatStorage",
-    torch.float16: "HalfStorage",
-    torch.bfloat16: "BFloat16Storage",
-    torch.int64: "LongStorage",
-    torch.int32: "IntStorage",
-    torch.int16: "ShortStorage",
-    torch.int8: "CharStorage",
-    torch.uint8: "ByteStorage",
-    torch.bool: "BoolStorage",
-}
-_TUPLES = {1: b"\x85", 2: b"\x86", 3: b"\x87"}
-"""Codes of pickle that make a tuple of the last values."""
+_NAMES = "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"
+_STORAGES = {kind.dtype: kind for kind in (getattr(torch, f"{name}Storage") for name in _NAMES)}
 _PART = 4096
 """Bytes that are read from each end of an archive. A tensor begins before the end of the first part."""
-_END = struct.Struct("<4s4H2IH")
-_ENTRY = struct.Struct("<4s6H3I5H2I")
 _LOCAL = struct.Struct("<4s5H3I2H")
 
 
@@ -142,30 +131,23 @@ def _directory(tail: bytes, length: int) -> dict[str, tuple[int, int]]:
         tail: The last bytes of the archive.
         length: Length of the archive.
     """
-    if len(tail) < _END.size:
+    before = length - len(tail)
+    try:
+        with ZipFile(BytesIO(tail)) as archive:
+            files = archive.infolist()
+    except (BadZipFile, ValueError, NotImplementedError, struct.error):
         return {}
-    mark, *_, number, num_bytes, offset, comment = _END.unpack_from(tail, len(tail) - _END.size)
-    at = len(tail) - length + offset
-    if mark != b"PK\5\6" or comment or at < 0 or offset + num_bytes > length:
-        return {}
-    found = {}
-    for _ in range(number):
-        if at + _ENTRY.size > len(tail):
-            return {}
-        fields = _ENTRY.unpack_from(tail, at)
-        packed, size, name, extra, note, begin = *fields[8:13], fields[16]
-        if fields[0] != b"PK\1\2" or fields[4] or packed != size:
-            return {}
-        text = tail[at + _ENTRY.size : at + _ENTRY.size + name].decode("utf-8", "replace")
-        found[text.partition("/")[2]] = (begin, size)
-        at += _ENTRY.size + name + extra + note
-    return found
+    return {
+        file.filename.partition("/")[2]: (before + file.header_offset, file.file_size)
+        for file in files
+        if file.compress_type == ZIP_STORED and not file.flag_bits & 1
+    }
 
 
 def _content(head: bytes, file: tuple[int, int]) -> tuple[int, int] | None:
     """Return (begin, end) of a file's bytes in the archive. None if its header is not in ``head``."""
     begin, size = file
-    if begin + _LOCAL.size > len(head):
+    if not 0 <= begin <= len(head) - _LOCAL.size:
         return None
     mark, *_, name, extra = _LOCAL.unpack_from(head, begin)
     content = begin + _LOCAL.size + name + extra
@@ -174,53 +156,22 @@ def _content(head: bytes, file: tuple[int, int]) -> tuple[int, int] | None:
 
 def _description(tensor: torch.Tensor) -> bytes | None:
     """Return what ``torch.save`` writes about a contiguous tensor of this shape and dtype, without its values."""
-    storage = _STORAGES.get(tensor.dtype)
-    if storage is None:
+    if tensor.dtype not in _STORAGES:
         return None
-    strides = [1]
-    for size in reversed(tensor.size()[1:]):
-        strides.append(strides[-1] * max(1, size))
-    memo = count(6)  # after the names, and the storage
-
-    def put() -> bytes:
-        return b"q" + bytes([next(memo)])
-
-    def numbers(values: Iterable[int]) -> bytes:
-        several = [_number(value) for value in values]
-        if not several:
-            return b")"
-        joined = b"".join(several)
-        return (joined + _TUPLES[len(several)] if len(several) < 4 else b"(" + joined + b"t") + put()
-
-    return b"".join(
-        (
-            b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nq\x00((X\x07\x00\x00\x00storageq\x01ctorch\n",
-            storage.encode(),
-            b"\nq\x02X\x01\x00\x00\x000q\x03X\x03\x00\x00\x00cpuq\x04",
-            _number(tensor.numel()),
-            b"tq\x05QK\x00",
-            numbers(tensor.size()),
-            numbers(reversed(strides[: tensor.dim()])),
-            b"\x89ccollections\nOrderedDict\n",
-            put(),
-            b")R",
-            put(),
-            b"t",
-            put(),
-            b"R",
-            put(),
-            b".",
-        )
-    )
+    file = BytesIO()
+    _Description(file, 2).dump(torch.empty(tensor.size(), dtype=tensor.dtype, device="meta"))
+    return file.getvalue()
 
 
-def _number(value: int) -> bytes:
-    """Encode a number that is not negative as protocol 2 of pickle does."""
-    if value < 1 << 8:
-        return b"K" + bytes([value])
-    if value < 1 << 16:
-        return b"M" + value.to_bytes(2, "little")
-    if value < 1 << 31:
-        return b"J" + value.to_bytes(4, "little")
-    size = value.bit_length() // 8 + 1
-    return b"\x8a" + bytes([size]) + value.to_bytes(size, "little")
+class _Description(pickle.Pickler):
+    """Pickles a tensor as ``torch.save`` does if the tensor has its storage for itself."""
+
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        storage = [_STORAGES[value.dtype], "0", "cpu", value.numel()]
+        size = tuple(value.size())
+        return torch._utils._rebuild_tensor_v2, (storage, 0, size, value.stride(), False, OrderedDict())
+
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+        return ("storage", *value) if isinstance(value, list) else None
