@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, get_args, get_origin, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
-from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
+from torchrec_stream_ckpt.util.types import TableSpec
 
 FORMAT = 1
 NO_TENSOR = "None"
 """Dtype of a buffer that is registered as None."""
 _MAX_BYTES = 256 * 2**20
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,79 +95,38 @@ class ModelSchema:
 def _schema(data: Any) -> ModelSchema:
     if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
         raise ValueError(f"expected a JSON object of format {FORMAT}")
-    parts = _exactly(data, ModelSchema)
-    tables = tuple(_table(item) for item in _items(parts["tables"], "tables"))
-    dense = tuple(_dense(item) for item in _items(parts["dense"], "dense"))
-    optimizers = tuple(_optimizer(item) for item in _items(parts["optimizers"], "optimizers"))
-    stateful = tuple(_is(name, str, "stateful") for name in _items(parts["stateful"], "stateful"))
+    found: ModelSchema = _value(data, ModelSchema, "schema")
     for what, names in (
-        ("table", [table.name for table in tables]),
-        ("dense entry", [entry.name for entry in dense]),
-        ("optimizer", [each.key for each in optimizers]),
-        ("stateful", list(stateful)),
+        ("table", [table.name for table in found.tables]),
+        ("dense entry", [entry.name for entry in found.dense]),
+        ("optimizer", [each.key for each in found.optimizers]),
+        ("stateful", found.stateful),
     ):
         twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise ValueError(f"the {what} {twice[0]!r} occurs twice")
-    return ModelSchema(tables, dense, optimizers, stateful)
+    for table in found.tables:
+        if not table.name:
+            raise ValueError("a table has no name")
+        for what, each in ("table", table), *(("state", state) for state in table.states):
+            if each.dtype not in DTYPE_BYTES:
+                raise ValueError(f"the {what} {each.name!r} has the unknown dtype {each.dtype!r}")
+    return found
 
 
-def _table(data: Any) -> TableSpec:
-    raw = _exactly(data, TableSpec)
-    states = tuple(_state(item) for item in _items(raw.pop("states"), "states"))
-    for name in ("rows", "dim"):
-        _count(raw[name], name)
-    for name in ("name", "optimizer"):
-        _is(raw[name], str, name)
-    if raw["id"] is not None:
-        _count(raw["id"], "id")
-    if not raw["name"] or raw["dtype"] not in DTYPE_BYTES:
-        raise ValueError(f"the table {raw['name']!r} has the unknown dtype {raw['dtype']!r}")
-    return TableSpec(states=states, **raw)
-
-
-def _state(data: Any) -> StateSpec:
-    raw = _exactly(data, StateSpec)
-    _is(raw["name"], str, "state"), _is(raw["per_row"], bool, "per_row")
-    if raw["dtype"] not in DTYPE_BYTES:
-        raise ValueError(f"the state {raw['name']!r} has the unknown dtype {raw['dtype']!r}")
-    return StateSpec(**raw)
-
-
-def _dense(data: Any) -> DenseEntry:
-    raw = _exactly(data, DenseEntry)
-    shape = tuple(_count(size, "shape") for size in _items(raw["shape"], "shape"))
-    return DenseEntry(_is(raw["name"], str, "name"), shape, _is(raw["dtype"], str, "dtype"))
-
-
-def _optimizer(data: Any) -> DenseOptimizer:
-    raw = _exactly(data, DenseOptimizer)
-    groups = tuple(
-        tuple(_is(name, str, "groups") for name in _items(group, "groups")) for group in _items(raw["groups"], "groups")
-    )
-    return DenseOptimizer(_is(raw["key"], str, "key"), _is(raw["kind"], str, "kind"), groups)
-
-
-def _exactly(data: Any, kind: type[Any]) -> dict[str, Any]:
-    """Return the data as a dict; raises ValueError unless it has exactly the fields of ``kind``."""
-    wanted = {each.name for each in fields(kind)}
-    if not isinstance(data, dict) or data.keys() != wanted:
-        found = sorted(data) if isinstance(data, dict) else data
-        raise ValueError(f"expected the fields {', '.join(sorted(wanted))}, found {found!r:.200}")
-    return dict(data)
-
-
-def _items(data: Any, what: str) -> list[Any]:
-    return _is(data, list, what)
-
-
-def _is(value: Any, kind: type[T], what: str) -> T:
-    if not isinstance(value, kind):
-        raise ValueError(f"{what} must be of type {kind.__name__}, got {value!r:.80}")
-    return value
-
-
-def _count(value: Any, what: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise ValueError(f"{what} must be a whole number of 0 or more, got {value!r:.80}")
-    return value
+def _value(data: Any, kind: Any, what: str) -> Any:
+    """Return the value of type ``kind`` whose JSON is ``data``; raises ValueError if there is none."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        if not isinstance(data, dict) or data.keys() != hints.keys():
+            found = sorted(data) if isinstance(data, dict) else data
+            raise ValueError(f"expected the fields {', '.join(sorted(hints))}, found {found!r:.200}")
+        return kind(**{name: _value(data[name], hint, name) for name, hint in hints.items()})
+    if get_origin(kind) is tuple:
+        return tuple(_value(item, get_args(kind)[0], what) for item in _value(data, list, what))
+    if kind == int | None:
+        return None if data is None else _value(data, int, what)
+    if type(data) is not kind or (kind is int and data < 0):
+        wanted = "a whole number of 0 or more" if kind is int else f"of type {kind.__name__}"
+        raise ValueError(f"{what} must be {wanted}, got {data!r:.80}")
+    return data
