@@ -9,7 +9,9 @@ import pytest
 
 from torchrec_stream_ckpt import Changes, IdMap, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.resolve import resolve
+from torchrec_stream_ckpt.evolve.changes import NO_CHANGES
+from torchrec_stream_ckpt.evolve.findings import Findings
+from torchrec_stream_ckpt.evolve.resolve import TrainedRows, compare_tables
 from torchrec_stream_ckpt.evolve.row_maps import RowMap
 from torchrec_stream_ckpt.evolve.table_outcome import Evolution
 from torchrec_stream_ckpt.format.schema import Schema
@@ -34,6 +36,16 @@ SAVED = Schema((A, B, C))
 def here(*tables: TableSpec) -> Schema:
     """A model's own schema knows no ids."""
     return Schema(tuple(replace(table, id=None) for table in sorted(tables, key=lambda each: each.name)))
+
+
+def resolve(
+    saved: Schema, here: Schema, changes: Changes = NO_CHANGES, *, trained_rows: TrainedRows | None = None
+) -> Evolution:
+    found = Findings(changes)
+    evolution = compare_tables(saved, here.tables, found, trained_rows)
+    found.check()
+    assert evolution is not None
+    return evolution
 
 
 def ids(evolution: Evolution) -> list[int | None]:

@@ -292,7 +292,7 @@ def test_a_declaration_that_is_not_of_a_table_with_an_id_map_is_refused_by_name(
         raise ChangesError("this model has no id map (managed collision) for this table")
 
     found = Findings(Changes(reassigned=("a", "nowhere"), rows={"a": RowChange(10)}))
-    assert compare_tables(SAVED, here(A, B, C), found, new_rows=nothing) is None
+    assert compare_tables(SAVED, here(A, B, C).tables, found, new_rows=nothing) is None
     assert found.problems == [
         "reassigned: 'nowhere': this model has no such table",
         "rows: 'a': marker and model both have 10 rows, but no ids are declared",
@@ -304,7 +304,7 @@ def test_a_declaration_that_is_not_of_a_table_with_an_id_map_is_refused_by_name(
 @pytest.mark.parametrize("rows", [9, 11])
 def test_other_rows_need_new_rows_for_raw_ids_where_there_is_an_id_map(rows: int, known: bool | None) -> None:
     """One declaration accepts all, and a table without a map is as before."""
-    saved, model = SAVED, here(replace(A, rows=rows), replace(B, rows=rows), C)
+    saved, model = SAVED, here(replace(A, rows=rows), replace(B, rows=rows), C).tables
 
     def maps(table: str, there: str) -> bool | None:
         assert table == there

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.changes import NO_CHANGES, Changes, RowChange
+from torchrec_stream_ckpt.evolve.changes import RowChange
 from torchrec_stream_ckpt.evolve.findings import Findings, Misfit
 from torchrec_stream_ckpt.evolve.row_maps import IdMap, NewRows, RowMap
 from torchrec_stream_ckpt.evolve.table_outcome import BY_RULE, DROPPED, EXACT, FRESH, Evolution, TableOutcome
@@ -32,46 +32,25 @@ Returns None if that is unknown.
 """
 
 
-def resolve(
-    saved: Schema,
-    here: Schema | Sequence[TableSpec],
-    changes: Changes = NO_CHANGES,
-    *,
-    trained_rows: TrainedRows | None = None,
-) -> Evolution:
-    """Find the outcome of each table of a marker.
-
-    Args:
-        saved: Schema of the marker.
-        here: Tables of this model, in any order.
-        changes: The declared changes.
-        trained_rows: Counts trained rows among dropped ones; if None, each dropped row counts as trained.
-
-    Raises:
-        ChangesError: declarations are wrong; the error names all of them.
-        SchemaMismatchError: there are undeclared differences; the error names all of them, and the changes to declare.
-    """
-    found = Findings(changes)
-    evolution = compare_tables(saved, here, found, trained_rows)
-    found.check()
-    assert evolution is not None
-    return evolution
-
-
 def compare_tables(
     saved: Schema,
-    here: Schema | Sequence[TableSpec],
+    here: Sequence[TableSpec],
     found: Findings,
     trained_rows: TrainedRows | None = None,
     new_rows: NewRowsOf | None = None,
     has_id_map: HasIdMap | None = None,
 ) -> Evolution | None:
-    """Resolve like :func:`resolve`, but add problems and differences to ``found``; returns None if there are any.
+    """Find the outcome of each table of a marker. Adds problems and differences to ``found``; then returns None.
 
-    Without ``new_rows``, each table of ``Changes.reassigned`` counts as one whose raw ids get new rows.
+    Args:
+        saved: Schema of the marker.
+        here: Tables of this model, in any order.
+        found: Has the declared changes.
+        trained_rows: Counts trained rows among dropped ones; if None, each dropped row counts as trained.
+        new_rows: If None, each table of ``Changes.reassigned`` counts as one whose raw ids get new rows.
+        has_id_map: If None, nothing is known of id maps.
     """
-    tables = here.tables if isinstance(here, Schema) else here
-    live = {table.name: table for table in tables if not table.dropped}
+    live = {table.name: table for table in here if not table.dropped}
     return _Tables(saved, live, found, trained_rows, new_rows, has_id_map).evolution()
 
 
