@@ -53,9 +53,11 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any, TypeVar
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.util.marker_names import ALIAS_PATTERN
@@ -91,28 +93,36 @@ TEMPORARY_PREFIX = ".put-"
 MAX_PARTITIONS = 65_536
 MAX_GENERATION = 99_999_999
 
+T = TypeVar("T")
+
 _SEGMENT = re.compile(r"g([0-9]{8})-([0-9]{20})\.seg")
-_MARKER = r"g([0-9]{8,20})-m([0-9]{8,20})"
-_JOB = r"([0-9a-f]{32})"
+_JOB = r"(?P<job>[0-9a-f]{32})"
+_END = r"(?P<marker>g[0-9]{8,20}-m[0-9]{8,20})"
+_START = _END.replace("marker", "start")
+_SPAN = rf"{_END}-from-(?:root|{_START})"
+_CRC = r"(?P<crc>[0-9a-f]{8})"
 _STORE_SEGMENT = re.compile(
     rf"{SEGMENTS_DIR}/{_JOB}/g([0-9]{{8,20}})-r([0-9]{{5,9}})-m([0-9]{{8,20}})-p([0-9]{{3,9}})\.seg"
 )
-_CLAIM = re.compile(rf"{CLAIMS_DIR}/{_JOB}/g([0-9]{{8,20}})")
-_FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_MARKER}-from-(?:root|{_MARKER})\.json")
-_FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_MARKER}-from-(?:root|{_MARKER})-p([0-9]{{3,9}})\.seg")
-_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_MARKER}\.json")
-_DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_MARKER}")
-_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}(?:-as-({ALIAS_PATTERN}))?")
-_ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{16}})")
-_REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_MARKER}-e([0-9]{{8,20}})")
-_VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_MARKER}-([0-9a-f]{{8}})\.json")
-_PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_MARKER}-([a-z0-9-]+)")
-_GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
-_READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-([0-9a-f]{{8}})\.json")
-_SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_MARKER}-to-{_MARKER}-n([0-9]{{8,20}})-([0-9a-f]{{8}})")
-_SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(service|command)-([0-9]{{8,20}})")
-_COPY = re.compile(rf"{RECORDS_DIR}/{_JOB}/([0-9a-f]{{8}})-e([0-9]{{4,9}})-([0-9]{{20}})-([0-9]{{20}})-([0-9a-f]{{8}})")
-_DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_MARKER}/([^/]+)")
+_CLAIM = re.compile(rf"{CLAIMS_DIR}/{_JOB}/g(?P<generation>[0-9]{{8,20}})")
+_FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_SPAN}\.json")
+_FOLD_SEGMENT = re.compile(rf"{SEGMENTS_DIR}/{_JOB}/f-{_SPAN}-p(?P<part>[0-9]{{3,9}})\.seg")
+_MANIFEST = re.compile(rf"{MANIFESTS_DIR}/{_JOB}/{_END}\.json")
+_DROPPED = re.compile(rf"{DROPPED_DIR}/{_JOB}/{_END}")
+_PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_END}(?:-as-(?P<alias>{ALIAS_PATTERN}))?")
+_ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_END}-(?P<attempt>[0-9a-f]{{16}})")
+_REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_END}-e(?P<every>(?!0+$)[0-9]{{8,20}})")
+_VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_END}-{_CRC}\.json")
+_PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_END}-(?P<said>[a-z0-9-]+)")
+_GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-{_CRC}\.json")
+_READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-{_CRC}\.json")
+_SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_START}-to-{_END}-n(?P<count>(?!0+-)[0-9]{{8,20}})-{_CRC}")
+_SCRUB_PLACE = re.compile(rf"{SCRUB_DIR}/{_JOB}/(?P<who>service|command)-(?P<number>[0-9]{{8,20}})")
+_COPY = re.compile(
+    rf"{RECORDS_DIR}/{_JOB}/(?P<log>[0-9a-f]{{8}})-e(?P<epoch>[0-9]{{4,9}})"
+    rf"-(?P<first>[0-9]{{20}})-(?P<last>[0-9]{{20}})-{_CRC}"
+)
+_DENSE_FILE = re.compile(rf"{DENSE_DIR}/{_JOB}/{_END}/(?P<file>[^/]+)")
 _OBJECT_PART = re.compile(rf"(?!\.{{1,2}}$)(?!{re.escape(TEMPORARY_PREFIX)})[A-Za-z0-9._-]{{1,200}}")
 _MAX_OBJECT_NAME = 800
 
@@ -217,24 +227,13 @@ def parse_store_segment(name: str) -> StoreSegment | None:
 
 def parse_fold_name(name: str) -> FoldName | None:
     """Parse a name built by :attr:`FoldName.name`. Returns None for any other name."""
-    match = _FOLD.fullmatch(name)
-    found = _fold(match) if match else None
-    return found if found is not None and found.name == name else None
+    return _object(_FOLD, name, FoldName)
 
 
 def parse_fold_segment(name: str) -> tuple[FoldName, int] | None:
     """Parse a name built by :meth:`FoldName.segment_name` into (fold, part). Returns None for any other name."""
-    match = _FOLD_SEGMENT.fullmatch(name)
-    if match is None:
-        return None
-    fold, part = _fold(match), int(match[6])
-    return (fold, part) if fold.segment_name(part) == name else None
-
-
-def _fold(match: re.Match[str]) -> FoldName:
-    job, generation, marker, from_generation, from_marker = match.groups()[:5]
-    start = None if from_generation is None else MarkerId(int(from_generation), int(from_marker))
-    return FoldName(bytes.fromhex(job), MarkerId(int(generation), int(marker)), start)
+    found = _parts(_FOLD_SEGMENT, name, lambda job, end, start, part: FoldName(job, end, start).segment_name(part))
+    return (FoldName(*found[:3]), found[3]) if found else None
 
 
 def claim_name(job: bytes, generation: int) -> str:
@@ -243,9 +242,7 @@ def claim_name(job: bytes, generation: int) -> str:
 
 def parse_claim_name(name: str) -> tuple[bytes, int] | None:
     """Return (job, generation). Returns None if it is not the name of a claim."""
-    match = _CLAIM.fullmatch(name)
-    found = (bytes.fromhex(match[1]), int(match[2])) if match else None
-    return found if found and claim_name(*found) == name else None
+    return _parts(_CLAIM, name, claim_name)
 
 
 def manifest_name(job: bytes, marker: MarkerId) -> str:
@@ -254,8 +251,7 @@ def manifest_name(job: bytes, marker: MarkerId) -> str:
 
 def parse_manifest_name(name: str) -> tuple[bytes, MarkerId] | None:
     """Return (job, marker). Returns None if it is not the name of a manifest."""
-    found = _job_and_marker(_MANIFEST.fullmatch(name))
-    return found if found and manifest_name(*found) == name else None
+    return _parts(_MANIFEST, name, manifest_name)
 
 
 def dropped_name(job: bytes, marker: MarkerId) -> str:
@@ -264,8 +260,7 @@ def dropped_name(job: bytes, marker: MarkerId) -> str:
 
 def parse_dropped_name(name: str) -> tuple[bytes, MarkerId] | None:
     """Return (job, marker). Returns None if it is not the name for a dropped marker."""
-    found = _job_and_marker(_DROPPED.fullmatch(name))
-    return found if found and dropped_name(*found) == name else None
+    return _parts(_DROPPED, name, dropped_name)
 
 
 def pin_name(job: bytes, marker: MarkerId, alias: str = "") -> str:
@@ -275,9 +270,7 @@ def pin_name(job: bytes, marker: MarkerId, alias: str = "") -> str:
 
 def parse_pin_name(name: str) -> tuple[bytes, MarkerId, str] | None:
     """Return (job, marker, alias), with an empty alias if it keeps no name. Returns None for any other name."""
-    match = _PIN.fullmatch(name)
-    found, alias = _job_and_marker(match), match[4] or "" if match else ""
-    return (*found, alias) if found and pin_name(*found, alias) == name else None
+    return _parts(_PIN, name, pin_name)
 
 
 def attempt_name(job: bytes, marker: MarkerId, attempt: str) -> str:
@@ -285,11 +278,9 @@ def attempt_name(job: bytes, marker: MarkerId, attempt: str) -> str:
     return f"{pin_name(job, marker)}-{attempt}"
 
 
-def parse_attempt_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """Return (job, marker). Returns None if it is not the name of an attempt to pin one."""
-    match = _ATTEMPT.fullmatch(name)
-    found = _job_and_marker(match)
-    return found if match and found and attempt_name(*found, match[4]) == name else None
+def parse_attempt_name(name: str) -> tuple[bytes, MarkerId, str] | None:
+    """Return (job, marker, attempt). Returns None if it is not the name of an attempt to pin one."""
+    return _parts(_ATTEMPT, name, attempt_name)
 
 
 def reached_name(job: bytes, marker: MarkerId, every: int) -> str:
@@ -299,11 +290,7 @@ def reached_name(job: bytes, marker: MarkerId, every: int) -> str:
 
 def parse_reached_name(name: str) -> tuple[bytes, MarkerId, int] | None:
     """Parse a name built by :func:`reached_name` into (job, marker, every). Returns None for any other name."""
-    match = _REACHED.fullmatch(name)
-    found = _job_and_marker(match)
-    if match is None or found is None or not int(match[4]) or reached_name(*found, int(match[4])) != name:
-        return None
-    return (*found, int(match[4]))
+    return _parts(_REACHED, name, reached_name)
 
 
 def verdict_name(job: bytes, marker: MarkerId, crc: int) -> str:
@@ -311,11 +298,9 @@ def verdict_name(job: bytes, marker: MarkerId, crc: int) -> str:
     return f"{VERDICTS_DIR}/{job.hex()}/{_marker_name(marker)}-{crc:08x}.json"
 
 
-def parse_verdict_name(name: str) -> tuple[bytes, MarkerId] | None:
-    """Return (job, marker). Returns None if it is not the name of a verdict."""
-    match = _VERDICT.fullmatch(name)
-    found = _job_and_marker(match)
-    return found if match and found and verdict_name(*found, int(match[4], 16)) == name else None
+def parse_verdict_name(name: str) -> tuple[bytes, MarkerId, int] | None:
+    """Return (job, marker, checksum). Returns None if it is not the name of a verdict."""
+    return _parts(_VERDICT, name, verdict_name)
 
 
 def proved_name(job: bytes, marker: MarkerId, said: str) -> str:
@@ -328,9 +313,7 @@ def proved_name(job: bytes, marker: MarkerId, said: str) -> str:
 
 def parse_proved_name(name: str) -> tuple[bytes, MarkerId, str] | None:
     """Parse a name built by :func:`proved_name` into (job, marker, said). Returns None for any other name."""
-    match = _PROVED.fullmatch(name)
-    found = _job_and_marker(match)
-    return (*found, match[4]) if match and found and proved_name(*found, match[4]) == name else None
+    return _parts(_PROVED, name, proved_name)
 
 
 def damaged_name(name: str, number: int = 1) -> str:
@@ -345,9 +328,7 @@ def scrub_place_name(job: bytes, who: str, number: int) -> str:
 
 def parse_scrub_place(name: str) -> tuple[bytes, str, int] | None:
     """Parse a name built by :func:`scrub_place_name` into (job, who, number). Returns None for any other name."""
-    match = _SCRUB_PLACE.fullmatch(name)
-    found = (bytes.fromhex(match[1]), match[2], int(match[3])) if match else None
-    return found if found and scrub_place_name(*found) == name else None
+    return _parts(_SCRUB_PLACE, name, scrub_place_name)
 
 
 def garbage_name(job: bytes, time_ms: int, crc: int) -> str:
@@ -396,11 +377,8 @@ class SummaryName:
 
 def parse_summary_name(name: str) -> SummaryName | None:
     """Parse a name built by :attr:`SummaryName.name`. Returns None for any other name."""
-    if (match := _SUMMARY.fullmatch(name)) is None:
-        return None
-    first, last = (MarkerId(int(match[place]), int(match[place + 1])) for place in (2, 4))
-    found = SummaryName(bytes.fromhex(match[1]), first, last, int(match[6]), int(match[7], 16))
-    return found if found.name == name and first <= last and found.count else None
+    found = _object(_SUMMARY, name, SummaryName)
+    return found if found is not None and found.first <= found.last else None
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -438,12 +416,8 @@ def copied_log(incarnation: str) -> str:
 
 def parse_copy_name(name: str) -> CopyName | None:
     """Parse a name built by :attr:`CopyName.name`. Returns None for any other name."""
-    match = _COPY.fullmatch(name)
-    if match is None:
-        return None
-    job, log, epoch, first, last, crc = match.groups()
-    found = CopyName(bytes.fromhex(job), log, int(epoch), int(first), int(last), int(crc, 16))
-    return found if found.name == name and found.first <= found.last else None
+    found = _object(_COPY, name, CopyName)
+    return found if found is not None and found.first <= found.last else None
 
 
 def place_dir(uri: LogUri) -> str:
@@ -467,11 +441,7 @@ def dense_file_name(job: bytes, marker: MarkerId, file: str) -> str:
 
 def parse_dense_file(name: str) -> tuple[bytes, MarkerId, str] | None:
     """Return (job, marker, file). Returns None if it is not the name of a file of a marker's dense state."""
-    match = _DENSE_FILE.fullmatch(name)
-    found = _job_and_marker(match)
-    if match is None or found is None or dense_file_name(*found, match[4]) != name:
-        return None
-    return (*found, match[4])
+    return _parts(_DENSE_FILE, name, dense_file_name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -511,5 +481,31 @@ def _marker_name(marker: MarkerId) -> str:
     return f"g{marker.generation:08d}-m{marker.marker:08d}"
 
 
-def _job_and_marker(match: re.Match[str] | None) -> tuple[bytes, MarkerId] | None:
-    return (bytes.fromhex(match[1]), MarkerId(int(match[2]), int(match[3]))) if match else None
+def _marker(text: str | None) -> MarkerId | None:
+    return MarkerId(*(int(part[1:]) for part in text.split("-"))) if text is not None else None
+
+
+_TEXTS = dict.fromkeys(("alias", "attempt", "said", "who", "log", "file"), lambda text: text or "")
+_READ: dict[str, Callable[[Any], object]] = {
+    **_TEXTS,
+    "job": bytes.fromhex,
+    "marker": _marker,
+    "start": _marker,
+    "crc": lambda text: int(text, 16),
+}
+"""How the parts of names are read, by the names of their groups. The others are numbers."""
+
+
+def _parts(pattern: re.Pattern[str], name: str, build: Callable[..., str]) -> tuple[Any, ...] | None:
+    """Return the parts of a name in order. Returns None if it is not the name that ``build`` makes of them."""
+    match = pattern.fullmatch(name)
+    if match is None:
+        return None
+    found = tuple(_READ.get(key, int)(text) for key, text in match.groupdict().items())
+    return found if build(*found) == name else None
+
+
+def _object(pattern: re.Pattern[str], name: str, kind: Callable[..., T]) -> T | None:
+    """Return the parsed name whose attribute ``name`` is this name. Returns None if there is none."""
+    found = _parts(pattern, name, lambda *parts: kind(*parts).name)
+    return kind(*found) if found else None
