@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, MissingObjectError, OtherLogError
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
-from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import Front
@@ -83,6 +82,7 @@ _AHEAD = 64
 
 T = TypeVar("T")
 H = TypeVar("H", bound=Hashable)
+K = TypeVar("K", Manifest, Dropped, Fold)
 
 Stride = tuple[MarkerId | None, MarkerId]
 """(start, end) of a piece, which is a fold or otherwise an interval. ``start`` is None if it begins with every row."""
@@ -189,18 +189,18 @@ class Catalog:
     def refresh(self) -> None:
         """List again."""
         self.listed += 1
-        self.markers = frozenset(
-            found[1] for name in _names(self, MANIFESTS_DIR) if (found := parse_manifest_name(name)) is not None
-        )
-        self.dropped = frozenset(
-            found[1] for name in _names(self, DROPPED_DIR) if (found := parse_dropped_name(name)) is not None
-        )
+        self.markers = frozenset(found[1] for found in self._listed(MANIFESTS_DIR, parse_manifest_name))
+        self.dropped = frozenset(found[1] for found in self._listed(DROPPED_DIR, parse_dropped_name))
         if self.dropped:  # listed before pins: a pin that existed when a marker was given up is seen
-            pins = {pin[1] for name in _names(self, PINS_DIR) if (pin := parse_pin_name(name)) is not None}
+            pins = {found[1] for found in self._listed(PINS_DIR, parse_pin_name)}
             self.dropped -= {each for each in pins & self.markers & self.dropped if _is_of_choice(self, each)}
-        self.folds = frozenset(
-            (fold.start, fold.end) for name in _names(self, FOLDS_DIR) if (fold := parse_fold_name(name)) is not None
-        )
+        self.folds = frozenset((found.start, found.end) for found in self._listed(FOLDS_DIR, parse_fold_name))
+
+    def _listed(self, kind: str, parse: Callable[[str], T | None]) -> Iterator[T]:
+        """Yield the parsed names of all objects of the job below one folder."""
+        for entry in self.objects.list(f"{kind}/{self.job.hex()}/"):
+            if (found := parse(entry.name)) is not None:
+                yield found
 
     # Objects that the owner of this catalog has put since it was listed.
 
@@ -231,22 +231,25 @@ class Catalog:
             CorruptionError: it is missing or was altered.
         """
         name = manifest_name(self.job, marker)
-        manifest = self.kept.get(name, Manifest)
-        if manifest is None:
-            manifest = self._read(name, Manifest.from_bytes)
-            if (manifest.commit.job, manifest.commit.id) != (self.job, marker):
-                raise CorruptionError("manifest does not match its file name (wrong or renamed object)", name=name)
-            self.kept.put(name, manifest, sum(map(len, manifest.segments)))
-        return manifest
+        return self._read(name, Manifest, lambda each: each.commit.job == self.job and each.commit.id == marker)
 
-    def _read(self, name: str, parse: Callable[[Buffer, str], T]) -> T:
+    def _read(self, name: str, kind: type[K], has_name: Callable[[K], bool]) -> K:
+        """Return an object from the cache, or read it. Raises CorruptionError unless it has this name."""
+        if (found := self.kept.get(name, kind)) is not None:
+            return found
         try:
-            return parse(self.fronts.read(name), name)
+            found = kind.from_bytes(self.fronts.read(name), name)
         except MissingObjectError:
             raise
         except CorruptionError as error:
             hint = error.hint or "restore this object from a copy, or delete it: stream-ckpt materialize recreates it"
             raise CorruptionError(error.message, hint=hint, store=self.objects.url, **error.where) from None
+        if not has_name(found):
+            what = "record" if kind is Dropped else kind.KIND
+            raise CorruptionError(f"{what} does not match its file name (wrong or renamed object)", name=name)
+        refs = found.commit.ranks if isinstance(found, Dropped) else found.segments
+        self.kept.put(name, found, sum(map(len, refs)) if isinstance(found, Manifest) else len(refs))
+        return found
 
     @property
     def fronts(self) -> Readable:
@@ -279,13 +282,7 @@ class Catalog:
     def drop_of(self, marker: MarkerId) -> Dropped:
         """Read the record of a marker that was given up; raises as :meth:`manifest`."""
         name = dropped_name(self.job, marker)
-        drop = self.kept.get(name, Dropped)
-        if drop is None:
-            drop = self._read(name, Dropped.from_bytes)
-            if (drop.commit.job, drop.commit.id) != (self.job, marker):
-                raise CorruptionError("record does not match its file name (wrong or renamed object)", name=name)
-            self.kept.put(name, drop, len(drop.commit.ranks))
-        return drop
+        return self._read(name, Dropped, lambda each: each.commit.job == self.job and each.commit.id == marker)
 
     def is_dropped(self, commit: Commit) -> bool:
         """Return whether the marker was given up. Raises if that was a marker of this name from another history."""
@@ -315,13 +312,7 @@ class Catalog:
         if (start, end) in self._assumed:
             return self._assumed[start, end]
         name = FoldName(self.job, end, start).name
-        fold = self.kept.get(name, Fold)
-        if fold is None:
-            fold = self._read(name, Fold.from_bytes)
-            if (fold.job, fold.start, fold.end) != (self.job, start, end):
-                raise CorruptionError("fold does not match its file name (wrong or renamed object)", name=name)
-            self.kept.put(name, fold, len(fold.segments))
-        return fold
+        return self._read(name, Fold, lambda each: (each.job, each.start, each.end) == (self.job, start, end))
 
     def assuming(self, spans: Iterable[Stride]) -> Catalog:
         """Return this catalog with folds that are still to be written and have no segments."""
@@ -476,11 +467,6 @@ def _gap(objects: Objects, marker: MarkerId, previous: MarkerId | None) -> Corru
         hint="restore its manifest from a copy, or name the log's URI: the log has all markers",
         store=objects.url,
     )
-
-
-def _names(catalog: Catalog, kind: str) -> Iterator[str]:
-    """Yield the names of all objects of the job below one folder."""
-    return (entry.name for entry in catalog.objects.list(f"{kind}/{catalog.job.hex()}/"))
 
 
 def _is_of_choice(catalog: Catalog, marker: MarkerId) -> bool:
