@@ -256,7 +256,7 @@ BAD_4 = {
     "bad_mark_iteration": RATES,
     "bad_mark_entries_order": "MARK.dense_proof: entries must be sorted by id",
     "bad_mark_entries_cut": "MARK.dense_proof: entries of 40 bytes are not pairs",
-    "bad_mark_entries_text": "MARK.dense_proof: entries are not base64",
+    "bad_mark_entries_text": "MARK.dense_proof.entries is not base64",
     "bad_claim_announces_unknown": "CLAIM.announces has 'rounded', which this version does not support",
     "bad_claim_announces_order": "CLAIM.announces must be sorted",
     "bad_claim_announces_nothing": "CLAIM.announces must be sorted",

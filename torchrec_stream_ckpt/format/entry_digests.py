@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.dense_proof import MODULUS, SECTION, digest_words
+from torchrec_stream_ckpt.format.parsing import from_base64
 from torchrec_stream_ckpt.format.proof import MAX_ID, column_keys, digest_rows, replicated_id, row_keys
 
 PAIR_BYTES = 16 * 4 / 3
@@ -57,12 +57,8 @@ class DenseProof:
         Raises:
             CorruptionError: the entries are not pairs in canonical base64, or not in order.
         """
-        try:
-            data = base64.b64decode(self.entries, validate=True)
-        except (binascii.Error, ValueError):
-            raise CorruptionError(f"{what}: entries are not base64") from None
-        if len(data) % 16 or base64.b64encode(data).decode("ascii") != self.entries:
-            raise CorruptionError(f"{what}: entries of {len(data)} bytes are not pairs in canonical base64")
+        if len(data := from_base64(self.entries, f"{what}.entries")) % 16:
+            raise CorruptionError(f"{what}: entries of {len(data)} bytes are not pairs")
         ids = np.frombuffer(data, "<u8")[::2]
         if bool((ids[1:] <= ids[:-1]).any()) or (len(ids) and int(ids[-1]) >= MAX_ID):
             raise CorruptionError(f"{what}: entries must be sorted by id, without duplicates, below {MAX_ID}")

@@ -13,7 +13,6 @@ Its files, below its folder (by default one of the user in shared memory)::
 from __future__ import annotations
 
 import base64
-import binascii
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -27,6 +26,7 @@ from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.notes import Notes
+from torchrec_stream_ckpt.format.parsing import from_base64
 from torchrec_stream_ckpt.format.rows import RowLayout, Section
 from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
@@ -108,10 +108,7 @@ class HeadState:
         fields = Fields(body, "HEAD", cls)
         if fields.take("format", int) != FORMAT:
             raise CorruptionError("HEAD was written by another version of this program")
-        try:
-            commit = parse_control(base64.b64decode(fields.take("commit", str), validate=True))
-        except binascii.Error as error:
-            raise CorruptionError(f"HEAD.commit is not base64: {error}") from None
+        commit = parse_control(from_base64(fields.take("commit", str), "HEAD.commit"))
         if not isinstance(commit, Commit):
             raise CorruptionError("HEAD does not hold a COMMIT")
         return cls(

@@ -14,6 +14,7 @@ from typing import overload
 import numpy as np
 
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format.parsing import from_base64
 from torchrec_stream_ckpt.util.types import LogSpan, RankEnd
 
 COLUMNS = ("partition", "begin", "end", "frames", "chain", "rows", "num_bytes")
@@ -27,21 +28,6 @@ _IN_ORDER = "COMMIT.ranks must be 0, 1, 2, ..., each with a HELLO and a MARK"
 _FRAMES = COLUMNS.index("frames")
 _OF_STREAM = tuple(COLUMNS.index(name) for name in ("frames", "chain", "rows", "num_bytes"))
 """Columns that do not depend on the log that has the stream."""
-
-
-def from_base64(text: str, what: str) -> bytes:
-    """Decode a string of canonical base64.
-
-    Raises:
-        CorruptionError: it is not canonical base64; ``what`` names it.
-    """
-    try:
-        packed = base64.b64decode(text, validate=True)
-    except ValueError as error:
-        raise CorruptionError(f"{what} is not base64: {error}") from None
-    if base64.b64encode(packed).decode("ascii") != text:
-        raise CorruptionError(f"{what} is not canonical base64")
-    return packed
 
 
 def _check_front(packed: bytes) -> bool:

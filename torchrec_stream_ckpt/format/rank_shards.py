@@ -19,7 +19,8 @@ import numpy.typing as npt
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
-from torchrec_stream_ckpt.format.rank_ends import MAX_RANKS, from_base64
+from torchrec_stream_ckpt.format.parsing import from_base64, unpacked
+from torchrec_stream_ckpt.format.rank_ends import MAX_RANKS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.types import TableShard
 
@@ -48,7 +49,7 @@ class RankShards(Sequence[tuple[TableShard, ...]]):
 
     def __init__(self, packed: bytes) -> None:
         self._packed = packed
-        plain = _unpacked(packed)
+        plain = unpacked(packed, _MAX_BYTES, "CLAIM.layout")
         self._counts, self._table = _parse(plain)
         self.crc = crc32c(plain)
         """CRC32C of the uncompressed bytes. Layouts with the same bytes are equal."""
@@ -132,19 +133,6 @@ class RankShards(Sequence[tuple[TableShard, ...]]):
 
 def _sizes(schema: Schema) -> list[tuple[int, int]]:
     return [(table.rows, table.dim) for table in schema.tables] or [(0, 0)]
-
-
-def _unpacked(packed: bytes) -> bytes:
-    unpacker = zlib.decompressobj()
-    try:
-        plain = unpacker.decompress(packed, _MAX_BYTES + 1)
-    except zlib.error as error:
-        raise CorruptionError(f"CLAIM.layout cannot be unpacked: {error}") from None
-    if len(plain) > _MAX_BYTES:
-        raise CorruptionError(f"CLAIM.layout unpacks to more than {_MAX_BYTES} bytes")
-    if not unpacker.eof or unpacker.unused_data:
-        raise CorruptionError("CLAIM.layout is cut short, or too long")
-    return plain
 
 
 def _parse(plain: bytes) -> tuple[list[int], Table]:

@@ -19,6 +19,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import ALIGNMENT, MAX_SECTIONS, Buffer, aligned
+from torchrec_stream_ckpt.format.parsing import CRC, checked_header
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.native.kernel import checksum
@@ -51,8 +52,7 @@ _HEADER = struct.Struct(
     "I"  # chain: header_crc of the MARK that ends the interval; 0 in a fold
     "40s"  # reserved, zero
 )
-_CRC = struct.Struct("<I")
-assert _HEADER.size + _CRC.size == HEADER_LEN
+assert _HEADER.size + CRC.size == HEADER_LEN
 
 ENTRY = np.dtype(
     [
@@ -202,7 +202,7 @@ def pack_front(
         bytes(40),
     )
     crc = crc32c(header)
-    packed = header + _CRC.pack(crc) + described
+    packed = header + CRC.pack(crc) + described
     return packed + bytes(front - len(packed)), crc
 
 
@@ -245,29 +245,15 @@ def _parse_front(data: Buffer, where: str) -> Front:
     directory = np.frombuffer(data, ENTRY, chunks, HEADER_LEN)
     segment = SegmentId(SegmentKind(kind), job, MarkerId(generation, marker), rank, part, chain)
     notes = bytes(memoryview(data)[end : end + notes_len])
-    (crc,) = _CRC.unpack_from(data, _HEADER.size)
+    (crc,) = CRC.unpack_from(data, _HEADER.size)
     return Front(segment, bool(last), num_bytes, rows, schema_crc, directory, notes, crc)
 
 
 def _parse_header(data: Buffer, where: str) -> tuple[Any, ...]:
     """Return the fields of the header, checked."""
-    if len(data) < HEADER_LEN:
-        raise CorruptionError(f"segment of {len(data)} bytes is shorter than its header", name=where)
-    fields = _HEADER.unpack_from(data)
-    magic, version, header_len, kind, last, pad, *_, reserved = fields
-    if magic != MAGIC:
-        raise CorruptionError("not a segment of torchrec_stream_ckpt", name=where)
-    if version > VERSION:
-        raise CorruptionError(
-            f"segment has format version {version}, this program reads up to {VERSION}",
-            hint="upgrade torchrec_stream_ckpt on the reading side",
-            name=where,
-        )
-    (crc,) = _CRC.unpack_from(data, _HEADER.size)
-    if crc32c(memoryview(data)[: _HEADER.size]) != crc:
-        raise CorruptionError("segment header's checksum does not match", name=where)
-    known = version >= 1 and header_len == HEADER_LEN and last in (0, 1) and not pad and not any(reserved)
-    if not known or kind not in SegmentKind._value2member_map_:
+    fields = checked_header(data, _HEADER, MAGIC, VERSION, "segment", where)
+    kind, last, pad = fields[3:6]
+    if last not in (0, 1) or pad or kind not in SegmentKind._value2member_map_:
         raise CorruptionError("segment header has an unknown version, kind or flag", name=where)
     return fields
 

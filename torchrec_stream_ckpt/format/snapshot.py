@@ -16,6 +16,7 @@ from typing import ClassVar
 from torchrec_stream_ckpt.errors import CorruptionError, UnsupportedError
 from torchrec_stream_ckpt.format.fields import Fields, PayloadRecord
 from torchrec_stream_ckpt.format.frame import VERSION, Buffer, Header, Kind, json_frame, parse_header, payload_of
+from torchrec_stream_ckpt.format.parsing import from_base64, unpacked
 from torchrec_stream_ckpt.format.schema import canonical
 
 PIECE_BYTES = 700_000
@@ -90,10 +91,7 @@ class Snapshot(PayloadRecord):
             raise CorruptionError(f"SNAPSHOT.digest is {self.digest!r:.80}, expected {_DIGEST.pattern}")
         if not self.part < self.parts <= MAX_PARTS or self.num_bytes > MAX_BYTES:
             raise CorruptionError(f"SNAPSHOT is too large: part {self.part} of {self.parts}, {self.num_bytes} bytes")
-        try:
-            length = len(base64.b64decode(self.piece, validate=True))
-        except ValueError:  # binascii.Error, or a character that is not ASCII
-            raise CorruptionError("SNAPSHOT.piece is not base64") from None
+        length = len(from_base64(self.piece, "SNAPSHOT.piece"))
         if not 0 < length <= PIECE_BYTES:
             raise CorruptionError(f"SNAPSHOT.piece has {length} bytes")
 
@@ -135,12 +133,8 @@ def unpack(parts: Sequence[Snapshot]) -> bytes:
     packed, first = b"".join(part.packed for part in parts), parts[0]
     if hashlib.sha256(packed).hexdigest() != first.digest:
         raise CorruptionError("the parts of a SNAPSHOT do not match its digest")
-    unpacker = zlib.decompressobj()
-    try:
-        body = unpacker.decompress(packed, first.num_bytes + 1)
-    except zlib.error as error:
-        raise CorruptionError(f"a SNAPSHOT cannot be unpacked: {error}") from None
-    if len(body) != first.num_bytes or not unpacker.eof or unpacker.unused_data:
+    body = unpacked(packed, first.num_bytes, "a SNAPSHOT")
+    if len(body) != first.num_bytes:
         raise CorruptionError(f"a SNAPSHOT does not unpack to the {first.num_bytes} bytes that it declares")
     return body
 

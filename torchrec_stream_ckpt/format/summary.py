@@ -16,6 +16,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.parsing import CRC, checked_header, unpacked
 from torchrec_stream_ckpt.util.layout import parse_manifest_name, parse_store_segment
 
 MAGIC = b"TRSU"
@@ -35,8 +36,7 @@ _HEADER = struct.Struct(
     "Q"  # length of the body, unpacked
     "20s"  # reserved, zero
 )
-_CRC = struct.Struct("<I")
-assert _HEADER.size + _CRC.size == HEADER_LEN
+assert _HEADER.size + CRC.size == HEADER_LEN
 
 _PART = struct.Struct(
     "<"
@@ -69,7 +69,7 @@ class Summary:
             body += _PART.pack(part.num_bytes, len(part.data), len(text)) + text + part.data
         fields = (MAGIC, VERSION, HEADER_LEN, self.job, len(self.parts), crc32c(body), len(body), bytes(20))
         header = _HEADER.pack(*fields)
-        return header + _CRC.pack(crc32c(header)) + zlib.compress(body, 6)
+        return header + CRC.pack(crc32c(header)) + zlib.compress(body, 6)
 
     @classmethod
     def from_bytes(cls, data: Buffer, where: str) -> Summary:
@@ -79,8 +79,12 @@ class Summary:
             CorruptionError: it was altered, is of a newer version, or is not a summary; the error names the object.
         """
         view = memoryview(data)
-        job, count, crc, length = _parse_header(view, where)
-        body = _unpacked(view[HEADER_LEN:], length, where)
+        job, count, crc, length, _ = checked_header(view, _HEADER, MAGIC, VERSION, "summary", where)[3:]
+        if length > MAX_UNPACKED_BYTES:
+            raise CorruptionError("summary header has an impossible length", name=where)
+        body = unpacked(view[HEADER_LEN:], length, "summary", name=where)
+        if len(body) != length:
+            raise CorruptionError("summary does not have the length in its header", name=where)
         if crc32c(body) != crc:
             raise CorruptionError("summary was altered: its checksum does not match", name=where)
         parts = dict[str, Part]()
@@ -97,37 +101,6 @@ class Summary:
 def part_bytes(name: str, data: Buffer) -> int:
     """Return the bytes that a part takes, unpacked."""
     return _PART.size + len(name) + len(data)
-
-
-def _parse_header(data: memoryview, where: str) -> tuple[bytes, int, int, int]:
-    """Return (job, parts, checksum of the body, its length)."""
-    if len(data) < HEADER_LEN:
-        raise CorruptionError(f"summary of {len(data)} bytes is shorter than its header", name=where)
-    magic, version, header_len, job, count, crc, length, reserved = _HEADER.unpack_from(data)
-    if magic != MAGIC:
-        raise CorruptionError("not a summary of torchrec_stream_ckpt", name=where)
-    if version > VERSION:
-        raise CorruptionError(
-            f"summary has version {version}, this program reads up to {VERSION}",
-            hint="upgrade torchrec_stream_ckpt on the reading side",
-            name=where,
-        )
-    if crc32c(data[: _HEADER.size]) != _CRC.unpack_from(data, _HEADER.size)[0]:
-        raise CorruptionError("summary header's checksum does not match", name=where)
-    if version < 1 or header_len != HEADER_LEN or any(reserved) or length > MAX_UNPACKED_BYTES:
-        raise CorruptionError("summary header has an impossible version or length", name=where)
-    return job, count, crc, length
-
-
-def _unpacked(packed: memoryview, length: int, where: str) -> bytes:
-    unpacker = zlib.decompressobj()
-    try:
-        body = unpacker.decompress(packed, length + 1)  # at most one byte more than declared
-    except zlib.error as error:
-        raise CorruptionError(f"summary cannot be unpacked: {error}", name=where) from None
-    if len(body) != length or not unpacker.eof or unpacker.unused_data:
-        raise CorruptionError("summary does not have the length in its header", name=where)
-    return body
 
 
 def _parts(body: bytes, where: str) -> Iterator[tuple[str, Part]]:
