@@ -9,7 +9,7 @@ A reader of the rows that one marker proves uses a ledger of only that marker's 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.compare import MAX_NAMED, Differing, Flags, Tally
 from torchrec_stream_ckpt.proofs.rowsums import Slice, plain_sums
-from torchrec_stream_ckpt.proofs.seen_marks import Circle, RankReport, common_window, digests_of
+from torchrec_stream_ckpt.proofs.seen_marks import Circle, RankReport, common_window, summed_digests
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock, name_blocks
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
@@ -318,7 +318,7 @@ class Ledger:
         self._windows[marker] = window
         self._markers.append(marker)
         schema = self._lineage.claims[marker.generation].schema
-        for index, (blocks, expected, own) in _expected(said, schema, window).items():
+        for index, (blocks, expected, own) in summed_digests(said, schema, window).items():
             table, id_ = self._tables[index], schema.tables[index].id
             if id_ is None or id_ != self._schema.tables[index].id:
                 continue
@@ -365,22 +365,3 @@ class Ledger:
     def _named(self) -> Iterator[tuple[TableSpec, _Table]]:
         """Return each table with its current spec."""
         return zip(self._schema.tables, self._tables, strict=True)
-
-
-def _expected(
-    said: Iterable[RankReport], schema: Schema, window: Window
-) -> dict[int, tuple[Ints, Digests, set[Slice]]]:
-    """Return by table (blocks of the window, sums of the digests of all ranks, the column slices that they hold)."""
-    found: dict[int, tuple[Ints, Digests, set[Slice]]] = {}
-    for index, spec in enumerate(schema.tables):
-        if spec.id is not None:
-            blocks = window.blocks(spec.id, 0, spec.rows)
-            found[index] = blocks, np.zeros((len(blocks), 1 + len(spec.states)), np.uint64), set()
-    tables = [(spec.id, 1 + len(spec.states)) for spec in schema.tables]
-    for each in said:
-        for shard, numbers, digests in digests_of(each, tables):
-            if shard.table in found:
-                blocks, expected, own = found[shard.table]
-                own.add((shard.col0, shard.cols))
-                expected[np.searchsorted(blocks, numbers)] += digests
-    return found

@@ -16,6 +16,8 @@ from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, Ints, Proof, Window, positions
+from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.proofs.rowsums import Slice
 from torchrec_stream_ckpt.store.reader import Told
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
@@ -214,6 +216,28 @@ def digests_of(said: RankReport, tables: Sequence[tuple[int | None, int]]) -> li
         (shard, blocks, part.reshape(-1, sections))
         for (shard, blocks, sections), part in zip(found, parts, strict=False)
     ]
+
+
+def summed_digests(
+    said: Iterable[RankReport], schema: Schema, window: Window
+) -> dict[int, tuple[Ints, Digests, set[Slice]]]:
+    """Return by table (blocks of the window, sums of the digests of all ranks, the column slices that they hold).
+
+    Raises as :func:`digests_of`.
+    """
+    found: dict[int, tuple[Ints, Digests, set[Slice]]] = {}
+    for index, spec in enumerate(schema.tables):
+        if spec.id is not None:
+            blocks = window.blocks(spec.id, 0, spec.rows)
+            found[index] = blocks, np.zeros((len(blocks), 1 + len(spec.states)), np.uint64), set()
+    tables = [(spec.id, 1 + len(spec.states)) for spec in schema.tables]
+    for each in said:
+        for shard, numbers, digests in digests_of(each, tables):
+            if shard.table in found:
+                blocks, expected, own = found[shard.table]
+                own.add((shard.col0, shard.cols))
+                expected[np.searchsorted(blocks, numbers)] += digests
+    return found
 
 
 def blocks_of(shard: TableShard) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints, Proof, 
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.rowsums import plain_sums
-from torchrec_stream_ckpt.proofs.seen_marks import RankReport, common_window, digests_of
+from torchrec_stream_ckpt.proofs.seen_marks import RankReport, common_window, summed_digests
 from torchrec_stream_ckpt.proofs.unproved import Compared, Unproved, UnprovedBlock
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 
@@ -53,19 +53,10 @@ class WeightProof:
         window = common_window(each.proof for each in said)
         if window is None:
             return None
-        tables = [(table.id, 1 + len(table.states)) for table in schema.tables]
-        found: dict[str, tuple[Ints, Digests]] = {}
-        for table in schema.tables:
-            if table.id is not None and table.rows:
-                blocks = window.blocks(table.id, 0, table.rows)
-                found[table.name] = blocks, np.zeros(len(blocks), np.uint64)
-        for each in said:
-            for shard, blocks, digests in digests_of(each, tables):
-                if len(blocks):
-                    of_table, sums = found[schema.tables[shard.table].name]
-                    sums[np.searchsorted(of_table, blocks)] += digests[:, 0]
+        summed = summed_digests(said, schema, window).items()
+        tables = {schema.tables[index].name: (blocks, digests[:, 0].copy()) for index, (blocks, digests, _) in summed}
         assert said[0].proof is not None
-        return cls(marker, found, said[0].proof)
+        return cls(marker, tables, said[0].proof)
 
     def compare(self, table: TableSpec, row0: int, rows: int, read: ReadRows) -> Compared:
         """Compare a reader's rows of one table. Blocks that it does not hold whole are left out.
