@@ -19,6 +19,7 @@ from tests.parts import FileLog, GcRules, Policy, Retention, check_synced, colle
 from tests.sampled import marks_of
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.inner import Control, Holdings, open_store
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.layout import FOLDS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -185,7 +186,8 @@ def test_a_marker_comes_back_after_gc_has_merged_and_the_log_is_trimmed(
         collected = collect(objects, lineage, lineage.job, rules, pool)
         assert collected.kept == (MarkerId(1, 3), lineage.newest.id)  # type: ignore[union-attr]
         assert len(collected.spans) == 2
-        synced = check_synced(Holdings.load(objects, lineage), None, pool, whole=True)
+        read_back = ReadBack(objects, lineage.job, pool, {})  # type: ignore[union-attr]
+        synced = check_synced(Holdings.load(objects, lineage), None, pool, read_back, whole=True)
     trim_log(FileLog(copy), control, synced.upto, objects.url)
     stores.lose_rows(copy)  # more than a trim may take from a log of one file a rank
     check(copy, optimizer, trained, 3, "1:3")

@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.maintain.engine import api
 from torchrec_stream_ckpt.maintain.engine.api import Order, TaskQueue
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.types import MarkerId
 
 POLICY = Policy(rebase=0.5, compact="span2")
@@ -248,7 +249,8 @@ def test_markers_and_trims_go_on_while_a_base_is_merged_and_sigterm_ends_all(
     wait("the markers to come", has(output, "marker", marker="2:4"), output)
     store, log = open_store(str(tmp_path / "store")), FileLog(job.root)
     with ThreadPoolExecutor(2) as pool:
-        synced = check_synced(Holdings.load(store, Control(log).refresh()), None, pool)
+        lineage = Control(log).refresh()
+        synced = check_synced(Holdings.load(store, lineage), None, pool, ReadBack(store, lineage.job, pool, {}))
     assert synced.upto.id == MarkerId(2, 4), "a trim may go as far"
     assert stopped([pid]) == [pid]
     os.kill(pid, signal.SIGKILL)  # another one does its task, and stops there too

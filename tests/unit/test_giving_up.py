@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.format.manifest import BY_HAND
 from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import FRESH_S, Reasked, WaysBack
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.store import pins
 from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.util.layout import dropped_name
@@ -51,6 +52,12 @@ def harm(history: History, part: str = FIFTH, how: str = "flip") -> str:
     else:
         (history.root / name).unlink()
     return name
+
+
+def synced(history: History, pool: Executor) -> MarkerId:
+    """Return the marker up to which a trim may delete, after it has read the store whole."""
+    read_back = ReadBack(history.objects, history.lineage.job, pool, {})
+    return check_synced(Holdings.load(history.objects, history.lineage), None, pool, read_back, whole=True).upto.id
 
 
 def offered(history: History) -> set[str]:
@@ -95,14 +102,13 @@ def test_a_job_that_goes_on_from_an_older_marker_lets_what_is_lost_be_deleted_an
     history.generation(2, [5, 6], "1:4")
     stores.fold(history.root, Policy(rebase=0, compact="none"))
     with pytest.raises(CorruptionError, match="checksum does not match"):
-        check_synced(Holdings.load(history.objects, history.lineage), None, pool, whole=True)
+        synced(history, pool)
     gc(history, *BOTH, "--grace", "0s")
     assert not history.objects.size(name)
     assert offered(history) == {"1:1", "1:2", "1:3", "1:4", "2:5", "2:6"}
     for marker in (MarkerId(1, 4), MarkerId(2, 6)):
         assert stores.rows_of(history.objects, history.lineage, marker) == history.rows[marker]
-    synced = check_synced(Holdings.load(history.objects, history.lineage), None, pool, whole=True)
-    assert synced.upto.id == MarkerId(2, 6)
+    assert synced(history, pool) == MarkerId(2, 6)
 
 
 def test_the_word_lost_stands_for_all_markers_that_nothing_brings_back(history: History) -> None:

@@ -29,6 +29,7 @@ from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableErr
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Objects, open_store
+from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.layout import DATA_DIR, claim_name, damaged_name, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -105,7 +106,8 @@ def test_lost_markers_are_given_up_with_all_that_stands_on_them_and_the_log_is_t
     catalog.refresh()
     assert (catalog.markers, catalog.dropped) == (ids(1, 1, 2, 3) | ids(2, 1), ids(1, 4, 5))
     with ThreadPoolExecutor(1) as pool:
-        synced = check_synced(Holdings.load(objects, Control(job.log).refresh()), None, pool, whole=True)
+        read_back = ReadBack(objects, synthetic.JOB, pool, {})
+        synced = check_synced(Holdings.load(objects, Control(job.log).refresh()), None, pool, read_back, whole=True)
     assert (synced.upto.id, {each.id for each in synced.others}) == (MarkerId(2, 1), ids(1, 5))
     with ThreadPoolExecutor(1) as pool:
         rules = GcRules(retention=Retention(newest=1), grace_s=0.0)

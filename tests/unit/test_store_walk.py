@@ -171,10 +171,9 @@ class Walk(History):
             return
         holdings = Holdings.load(self.held, self.lineage)
         whole, (host, booted_s) = self.random.random() < 0.3, self.random.choice(sorted(self._hosts.items()))
-        read_back = ReadBack(self.held, self.lineage.job, self._pool, {host: self.now_s + booted_s})  # type: ignore[arg-type]
-        synced = self._refusing(
-            lambda: check_synced(holdings, None, self._pool, whole=whole, read_back=None if whole else read_back)
-        )
+        clocks = {} if whole else {host: self.now_s + booted_s}
+        read_back = ReadBack(self.held, self.lineage.job, self._pool, clocks)  # type: ignore[arg-type]
+        synced = self._refusing(lambda: check_synced(holdings, None, self._pool, read_back, whole=whole))
         read_back.save()
         if synced is not None:
             trim_log(self.log, Control(self.log), synced.upto, "file:///store", others=synced.others)

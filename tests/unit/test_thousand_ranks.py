@@ -185,7 +185,7 @@ def test_a_trim_reads_each_segment_once_whole(case: Case, objects: Far) -> None:
     holdings = Holdings.load(objects, case.lineage)
     read_back = ReadBack(objects, case.lineage.job, case.pool, {})
     objects.taken()
-    synced = check_synced(holdings, None, case.pool, read_back=read_back)
+    synced = check_synced(holdings, None, case.pool, read_back)
     assert (synced.markers, synced.segments) == (2, 2 * RANKS)
     requests = objects.taken()
     assert of_segments(requests) == {"read": 2 * RANKS}

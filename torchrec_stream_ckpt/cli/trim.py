@@ -26,7 +26,6 @@ from torchrec_stream_ckpt.log.control.trim import trim_log
 from torchrec_stream_ckpt.maintain.gc.clocks import glance_at_clocks, read_clocks
 from torchrec_stream_ckpt.maintain.gc.trim_check import Synced, check_synced, given_up
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
-from torchrec_stream_ckpt.store.dense import dense_in
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.pins import copied_upto
 from torchrec_stream_ckpt.store.verdicts import take_back_if_possible
@@ -132,14 +131,11 @@ def _check(
     marker = _not_awaited(job, holdings, named, copied)
     skipped = _skipped(job, holdings, marker, give_up_skipped, is_inner=copied is not None)
     with ThreadPoolExecutor(_READERS) as pool:
-        clocks = glance_at_clocks(objects, ()) if dry_run else read_clocks(objects, job.lineage.job)
+        # Without clocks, no earlier reading counts.
+        clocks = {} if verify else glance_at_clocks(objects, ()) if dry_run else read_clocks(objects, job.lineage.job)
         read_back = ReadBack(objects, job.lineage.job, pool, clocks)
         try:
-            synced = check_synced(
-                holdings, marker, pool, whole=verify, read_back=None if verify else read_back, skipped=skipped
-            )
-            if verify:
-                _verify_dense(job, holdings, objects, synced)
+            synced = check_synced(holdings, marker, pool, read_back, whole=verify, skipped=skipped)
         except CorruptionError as error:
             if not dry_run:
                 take_back_if_possible(objects, job.lineage.job, [error])
@@ -171,14 +167,6 @@ def _skipped(
             uri=job.uri,
         )
     return skipped
-
-
-def _verify_dense(job: Job, holdings: Holdings, objects: Objects, synced: Synced) -> None:
-    dense = dense_in(objects)
-    for each in sorted((holdings.catalog.markers - holdings.catalog.dropped) & job.lineage.commits.keys()):
-        if each <= synced.upto.id:
-            dense.verify(job.lineage.find(each))
-            dense.release()
 
 
 def _remember(read_back: ReadBack) -> None:

@@ -11,9 +11,9 @@ from torchrec_stream_ckpt.find.holdings import Holding, Holdings
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
-from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
-from torchrec_stream_ckpt.store.reader import open_segments, read_chunks
+from torchrec_stream_ckpt.store.catalog import Stride
+from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.util.types import MarkerId
 
 
@@ -35,9 +35,9 @@ def check_synced(
     holdings: Holdings,
     upto: MarkerId | None,
     pool: Executor,
+    read_back: ReadBack,
     *,
     whole: bool = False,
-    read_back: ReadBack | None = None,
     skipped: Collection[MarkerId] = (),
 ) -> Synced:
     """Check that every marker can be restored from the store and the part of the log after ``upto``.
@@ -49,8 +49,8 @@ def check_synced(
         holdings: Contents of the store, by the log's lineage.
         upto: A marker in the store. None for the newest one.
         pool: Threads to read with.
-        whole: Read every byte of the segments and compare all checksums.
         read_back: Reads every piece not read recently that holds rows which the log is about to lose.
+        whole: Read every piece, and the dense state up to ``upto``.
         skipped: Markers that the trim may lose (:meth:`Holdings.skipped`).
 
     Raises:
@@ -66,11 +66,17 @@ def check_synced(
     for marker in _wanted(lineage, catalog.dropped | set(skipped)):
         checked[marker] = _check(holdings, marker, commit.id, gone)
     refs = _segments(holdings, checked.values())
-    if read_back is not None:
-        _check_bytes(holdings, checked.values(), _new(holdings, trimmed), read_back)
-    unread = refs.keys() - read_back.segments if read_back is not None else refs.keys()
-    _read(holdings, {name: refs[name] for name in refs if name in unread}, pool, whole=whole)
-    num_bytes = sum(ref.num_bytes for ref, _ in refs.values())
+    steps = {(piece.start, piece.end) for holding in checked.values() if holding.reach for piece in holding.pieces}
+    if whole:
+        offered = checked.keys() & catalog.markers - catalog.dropped
+        steps |= {(marker, marker) for marker in offered if marker <= commit.id}
+    else:
+        new = _new(holdings, trimmed)
+        steps = {step for step in steps if not new.isdisjoint(holdings.strides.rows(*step))}
+    _check_bytes(holdings, steps, read_back)
+    unread = [ref for name, ref in refs.items() if name not in read_back.segments]
+    open_segments(catalog.objects, unread, lineage.job, pool)
+    num_bytes = sum(ref.num_bytes for ref in refs.values())
     others = tuple(each for each in trimmed.values() if each.id != commit.id)
     return Synced(commit, others, len(checked), len(refs), num_bytes)
 
@@ -149,16 +155,14 @@ def _lost(lineage: Lineage, marker: MarkerId, reach: MarkerId | None, trimmed: M
     return False
 
 
-def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, tuple[SegmentRef, int]]:
-    """Return all segments that restores would open, each once, with the generation of its schema."""
-    found: dict[str, tuple[SegmentRef, int]] = {}
+def _segments(holdings: Holdings, checked: Iterable[Holding]) -> dict[str, SegmentRef]:
+    """Return all segments that restores would open, by name."""
+    found: dict[str, SegmentRef] = {}
     for holding in checked:
         if holding.reach is None:
             continue
-        refs = [(ref, piece.end.generation) for piece in holding.pieces for ref in piece.segments]
-        notes = holdings.catalog.manifest(holding.reach).segments
-        refs += [(ranks[-1], holding.reach.generation) for ranks in notes]
-        found |= {ref.name: (ref, generation) for ref, generation in refs}
+        refs = [ref for piece in holding.pieces for ref in piece.segments]
+        found |= {ref.name: ref for ref in (*refs, *holdings.catalog.manifest(holding.reach).last)}
     return found
 
 
@@ -172,26 +176,17 @@ def _new(holdings: Holdings, trimmed: Mapping[int, Commit]) -> set[MarkerId]:
     return found
 
 
-def _check_bytes(holdings: Holdings, checked: Iterable[Holding], new: set[MarkerId], read_back: ReadBack) -> None:
-    """Check that the pieces with rows of these markers hold the bytes that were written.
+def _check_bytes(holdings: Holdings, steps: Iterable[Stride], read_back: ReadBack) -> None:
+    """Check that pieces hold the bytes that were written.
 
     Raises:
         CorruptionError: a piece does not.
     """
-    steps = {(piece.start, piece.end) for holding in checked if holding.reach for piece in holding.pieces}
     for step in sorted(steps, key=lambda each: each[1]):
-        if not new.isdisjoint(holdings.strides.rows(*step)) and not read_back.is_whole(holdings, step):
-            error = read_back.damaged[step]
+        if not read_back.is_whole(holdings, step):
+            error, what = read_back.damaged[step], "rows" if step[0] != step[1] else "dense state"
             raise CorruptionError(
-                f"the log is not trimmed: the store holds damaged rows of marker {step[1]}: {error.message}",
-                hint="repair it from the log: stream-ckpt scrub URI --store URL --repair",
+                f"the log is not trimmed: the store holds damaged {what} of marker {step[1]}: {error.message}",
+                hint="repair it: stream-ckpt scrub URI --store URL --repair",
                 **{"store": holdings.catalog.objects.url, **error.where},
             )
-
-
-def _read(holdings: Holdings, refs: Mapping[str, tuple[SegmentRef, int]], pool: Executor, *, whole: bool) -> None:
-    """Read all directories, and all chunks if ``whole``."""
-    objects, lineage = holdings.catalog.objects, holdings.lineage
-    opened = open_segments(objects, [ref for ref, _ in refs.values()], lineage.job, pool)
-    for each, entry, data in read_chunks(objects, opened if whole else [], pool):
-        decode_chunk(entry, data, lineage.claims[refs[each.ref.name][1]].schema, each.ref.name)
