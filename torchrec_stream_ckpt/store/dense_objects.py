@@ -187,6 +187,10 @@ class DenseStore:
             self._fetched[commit.id] = folder
         return self._fetched[commit.id]
 
+    def pieces(self, commit: Commit, file: DenseFile) -> Iterator[memoryview]:
+        """Read a marker's dense file in pieces, and compare its digest after the last one. Raises as ``verify``."""
+        return _pieces(self._objects, dense_file_name(commit.job, commit.id, file.name), file)
+
     def why_not(self, commit: Commit) -> str:
         """Describe what is wrong with a marker's dense files, judging by names and sizes. Empty if nothing is."""
         prefix = f"{dense_name(commit.job, commit.id)}/"
@@ -238,19 +242,14 @@ class DenseStore:
         try:
             folder.mkdir(mode=0o700)
             for file in whole(commit.dense_list, files):
-                self._fetch_file(commit, file, folder / file.name)
+                with (folder / file.name).open("xb") as copy:
+                    copy.writelines(self.pieces(commit, file))
         except OSError as error:
             raise StoreUnavailableError(
                 f"cannot write a local copy of the dense state: {error.strerror}",
                 hint="set TMPDIR to a folder with free space",
                 path=folder,
             ) from None
-
-    def _fetch_file(self, commit: Commit, file: DenseFile, path: Path) -> None:
-        name = dense_file_name(commit.job, commit.id, file.name)
-        with path.open("xb") as copy:
-            for data in _pieces(self._objects, name, file):
-                copy.write(data)
 
 
 class DenseFolder(DenseStore):
@@ -301,9 +300,12 @@ class DenseFolder(DenseStore):
         files = self.files(commit)
         check_names(commit, files, self.local(commit))
         for file in files:
-            name = dense_file_name(commit.job, commit.id, file.name)
-            for _ in _pieces(self._objects, name, file, path=self._folder / name):
+            for _ in self.pieces(commit, file):
                 pass
+
+    def pieces(self, commit: Commit, file: DenseFile) -> Iterator[memoryview]:
+        name = dense_file_name(commit.job, commit.id, file.name)
+        return _pieces(self._objects, name, file, path=self._folder / name)
 
     def local(self, commit: Commit) -> Path:
         return dense_path(self._folder, commit)

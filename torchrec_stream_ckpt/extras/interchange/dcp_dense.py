@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import os
 from collections.abc import Generator
@@ -72,7 +71,7 @@ class _ComparedFiles(FileSystem):
 
     def __init__(self, job: Job, commit: Commit) -> None:
         self.place = job.dense.place(commit)
-        self._objects, self._commit = job.objects, commit
+        self._dense, self._objects, self._commit = job.dense, job.objects, commit
         self._files = {file.name: file for file in job.dense.files(commit)}
         check_names(commit, tuple(self._files.values()), self.place)
         self._last: tuple[str, io.BytesIO] | None = None
@@ -90,28 +89,15 @@ class _ComparedFiles(FileSystem):
             self._last = None
             if name not in self._files:
                 raise CorruptionError("COMMIT does not list this file", path=f"{self.place}/{name}")
-            self.check_size(name)
-            data = self._objects.read(self._name_of(name))
-            if hashlib.sha256(data).hexdigest() != self._files[name].sha256:
-                raise self._altered(name)
-            self._last = name, io.BytesIO(data)
+            self._last = name, io.BytesIO(b"".join(self._dense.pieces(self._commit, self._files[name])))
         self._last[1].seek(0)
         yield self._last[1]
 
     def check_sizes(self) -> None:
         """Check that all files exist and have the length that COMMIT records; raises as :meth:`create_stream`."""
-        for name in self._files:
-            self.check_size(name)
-
-    def check_size(self, name: str) -> None:
-        size = self._objects.size(self._name_of(name))
-        if size is None:
-            raise MissingObjectError("dense state is missing", path=f"{self.place}/{name}")
-        if size != self._files[name].num_bytes:
-            raise self._altered(name)
-
-    def _name_of(self, name: str) -> str:
-        return dense_file_name(self._commit.job, self._commit.id, name)
-
-    def _altered(self, name: str) -> CorruptionError:
-        return CorruptionError("dense state was altered since it was committed", path=f"{self.place}/{name}")
+        for name, file in self._files.items():
+            size, where = self._objects.size(dense_file_name(self._commit.job, self._commit.id, name)), self.place
+            if size is None:
+                raise MissingObjectError("dense state is missing", path=f"{where}/{name}")
+            if size != file.num_bytes:
+                raise CorruptionError("dense state was altered since it was committed", path=f"{where}/{name}")
