@@ -12,7 +12,7 @@ import errno
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.format.head import FORMAT, HeadSlice, HeadState, Slice
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import Directory, decode_chunk
+from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.proof_checker import ProofChecker
 from torchrec_stream_ckpt.maintain.repairer import Repairer
@@ -36,6 +36,7 @@ from torchrec_stream_ckpt.proofs.window import WindowCheck, check_head
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece
 from torchrec_stream_ckpt.store.head import Head, HeadFolder, SliceArrays
+from torchrec_stream_ckpt.store.newest import TableChunks
 from torchrec_stream_ckpt.store.reader import load_notes, open_pieces, read_chunks
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -157,12 +158,9 @@ class HeadWriter:
         """Return the chunks that lead to ``goal``, oldest first."""
         if not cover or cover[-1].end != goal.marker:
             raise CorruptionError("the store has a gap before this marker", marker=goal.marker)
-        bases = lineage.bases(goal.marker)
-        return [
-            replace(picked, chunks=_current(picked.front.directory, piece.generation, bases))
-            for piece in open_pieces(self._objects, cover, catalog.job, self._pool)
-            for picked in piece.opened
-        ]
+        bases, schema = lineage.bases(goal.marker), lineage.claims[goal.marker.generation].schema
+        chunks = TableChunks(open_pieces(self._objects, cover, catalog.job, self._pool))
+        return chunks.of({table: bases.get(table, 0) for table, _ in schema.live})
 
     def _write(
         self, folder: HeadFolder, now: HeadState | None, goal: HeadState, schema: Schema, rows: Sequence[Picked]
@@ -179,7 +177,7 @@ class HeadWriter:
             each: SortedSlice(folder, schema, each, known.get(each[:2]), _cuts(rows, each) if now is None else None)
             for each in goal.columns
         }
-        for picked, entry, data in read_chunks(self._objects, [each for each in rows if len(each.chunks)], self._pool):
+        for picked, entry, data in read_chunks(self._objects, rows, self._pool):
             view = decode_chunk(entry, data, schema, picked.ref.name)
             for (table, col0, cols), target in slices.items():
                 if table == entry.table and max(col0, entry.col0) < min(col0 + cols, entry.col0 + entry.cols):
@@ -283,12 +281,6 @@ def _place(now: HeadState | None, goal: HeadState, chain: Sequence[Commit]) -> i
     if now is None or not now.clean or (now.schema_crc, now.columns) != (goal.schema_crc, goal.columns):
         return None
     return chain.index(now.commit) if now.commit in chain else None
-
-
-def _current(directory: Directory, generation: int, bases: Mapping[int, int]) -> npt.NDArray[np.int64]:
-    """Return the chunks of tables that no later generation has sent whole."""
-    stale = [table for table, base in bases.items() if base > generation]
-    return np.flatnonzero(~np.isin(directory["table"], stale))
 
 
 def _cuts(rows: Sequence[Picked], columns: Columns) -> list[int]:
