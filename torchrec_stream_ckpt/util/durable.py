@@ -27,6 +27,14 @@ def fsync_dir(path: Path) -> None:
         os.close(fd)
 
 
+def fsync_contents(folder: Path) -> None:
+    """Make the names in a folder durable, and the bytes of its files."""
+    for path in folder.iterdir():
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+    fsync_dir(folder)
+
+
 def write_synced(path: Path, data: bytes) -> None:
     """Write a file. Its bytes are durable afterwards, its name is not."""
     with open(path, "wb") as file:

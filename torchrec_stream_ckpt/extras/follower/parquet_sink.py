@@ -34,7 +34,7 @@ from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, Update
 from torchrec_stream_ckpt.extras.follower.whole_rows import WholeRows
 from torchrec_stream_ckpt.extras.interchange.parquet import ChangesFile, file_name
 from torchrec_stream_ckpt.format.rows import Array
-from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_synced
+from torchrec_stream_ckpt.util.durable import fsync_contents, fsync_dir, make_dirs, write_synced
 from torchrec_stream_ckpt.util.types import TableSpec
 
 _FOLDER = re.compile(r"([0-9]{10})-[0-9]+-[0-9]+")
@@ -161,10 +161,7 @@ class ParquetSink:
             "tables": self._tables,
         }
         write_synced(unfinished / _ABOUT, json.dumps(about).encode())
-        for path in unfinished.iterdir():
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-        fsync_dir(unfinished)
+        fsync_contents(unfinished)
         number = int(newest.name[:10]) + 1 if newest is not None else 1
         folder = self._folder / f"{number:010d}-{update.marker.generation}-{update.marker.marker}"
         unfinished.rename(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import shutil
 import uuid
 from collections.abc import Iterator
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
-from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs
+from torchrec_stream_ckpt.util.durable import fsync_contents, fsync_dir, make_dirs
 
 FORMATS = ("dcp", "safetensors", "parquet")
 _HINT = "use dcp://DIR, safetensors://DIR or parquet://DIR"
@@ -75,7 +74,7 @@ def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
         make_dirs(folder.parent)
         partial.mkdir()
         yield partial
-        _sync(partial)
+        fsync_contents(partial)
         _replace(folder, partial)
     except OSError as error:
         raise StoreUnavailableError(
@@ -85,16 +84,6 @@ def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
         ) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(folder: Path) -> None:
-    for path in folder.iterdir():
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-    fsync_dir(folder)
 
 
 def _replace(folder: Path, partial: Path) -> None:
