@@ -7,7 +7,6 @@ The progress of a scrub is one small object, so that the next scrub continues th
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import ClassVar
@@ -58,11 +57,6 @@ class ScrubPlace(StoreObject):
             raise CorruptionError("the number of a scrub's pass must be above 0", name=where)
 
 
-_SAID = re.compile(
-    r"(store|head|follower)-c([0-9a-f]{8})-p([0-9]{5})-w([0-9]{5})-d([0-9]{6,18})-t([0-9]{16})", re.ASCII
-)
-
-
 @dataclass(frozen=True, slots=True, order=True)
 class Comparison:
     """One comparison of a marker with its proof."""
@@ -95,12 +89,8 @@ class Comparison:
     @classmethod
     def parse(cls, name: str) -> Comparison | None:
         """Parse a name that :attr:`name` made. Returns None for any other name."""
-        of = parse_proved_name(name)
-        match = _SAID.fullmatch(of[2]) if of is not None else None
-        if of is None or match is None:
-            return None
-        found = cls(*of[:2], match[1], int(match[2], 16), *(int(match[each]) for each in range(3, 7)))
-        return found if found.name == name and found.position < POSITIONS and 0 < found.width <= POSITIONS else None
+        found = parse_proved_name(name, cls)
+        return found if found is not None and found.position < POSITIONS and 0 < found.width <= POSITIONS else None
 
 
 @dataclass(frozen=True, slots=True, order=True)

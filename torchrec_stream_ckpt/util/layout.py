@@ -102,7 +102,8 @@ _START = _END.replace("marker", "start")
 _SPAN = rf"{_END}-from-(?:root|{_START})"
 _CRC = r"(?P<crc>[0-9a-f]{8})"
 _STORE_SEGMENT = re.compile(
-    rf"{SEGMENTS_DIR}/{_JOB}/g([0-9]{{8,20}})-r([0-9]{{5,9}})-m([0-9]{{8,20}})-p([0-9]{{3,9}})\.seg"
+    rf"{SEGMENTS_DIR}/{_JOB}/g(?P<generation>[0-9]{{8,20}})-r(?P<rank>[0-9]{{5,9}})"
+    r"-m(?P<number>[0-9]{8,20})-p(?P<part>[0-9]{3,9})\.seg"
 )
 _CLAIM = re.compile(rf"{CLAIMS_DIR}/{_JOB}/g(?P<generation>[0-9]{{8,20}})")
 _FOLD = re.compile(rf"{FOLDS_DIR}/{_JOB}/{_SPAN}\.json")
@@ -113,7 +114,10 @@ _PIN = re.compile(rf"{PINS_DIR}/{_JOB}/{_END}(?:-as-(?P<alias>{ALIAS_PATTERN}))?
 _ATTEMPT = re.compile(rf"{PINS_DIR}/{_JOB}/{_END}-(?P<attempt>[0-9a-f]{{16}})")
 _REACHED = re.compile(rf"{OUTER_DIR}/{_JOB}/{_END}-e(?P<every>(?!0+$)[0-9]{{8,20}})")
 _VERDICT = re.compile(rf"{VERDICTS_DIR}/{_JOB}/{_END}-{_CRC}\.json")
-_PROVED = re.compile(rf"{PROVED_DIR}/{_JOB}/{_END}-(?P<said>[a-z0-9-]+)")
+_PROVED = re.compile(
+    rf"{PROVED_DIR}/{_JOB}/{_END}-(?P<who>store|head|follower)-c{_CRC}-p(?P<position>[0-9]{{5}})"
+    r"-w(?P<width>[0-9]{5})-d(?P<differing>[0-9]{6,18})-t(?P<time_ms>[0-9]{16})"
+)
 _GARBAGE = re.compile(rf"{GARBAGE_DIR}/{_JOB}/t([0-9]{{16}})-{_CRC}\.json")
 _READING = re.compile(rf"{READINGS_DIR}/{_JOB}/t([0-9]{{16}})-{_CRC}\.json")
 _SUMMARY = re.compile(rf"{SUMMARIES_DIR}/{_JOB}/{_START}-to-{_END}-n(?P<count>(?!0+-)[0-9]{{8,20}})-{_CRC}")
@@ -188,6 +192,11 @@ class StoreSegment:
     rank: int
     part: int
 
+    @classmethod
+    def of(cls, job: bytes, generation: int, rank: int, marker: int, part: int) -> StoreSegment:
+        """Return the segment with these numbers, which have the order of the name."""
+        return cls(job, MarkerId(generation, marker), rank, part)
+
     @property
     def name(self) -> str:
         of = f"g{self.marker.generation:08d}-r{self.rank:05d}-m{self.marker.marker:08d}"
@@ -217,12 +226,7 @@ class FoldName:
 
 def parse_store_segment(name: str) -> StoreSegment | None:
     """Parse a name built by :attr:`StoreSegment.name`. Returns None for any other name."""
-    match = _STORE_SEGMENT.fullmatch(name)
-    if match is None:
-        return None
-    job, generation, rank, marker, part = match.groups()
-    found = StoreSegment(bytes.fromhex(job), MarkerId(int(generation), int(marker)), int(rank), int(part))
-    return found if found.name == name else None
+    return _object(_STORE_SEGMENT, name, StoreSegment.of)
 
 
 def parse_fold_name(name: str) -> FoldName | None:
@@ -311,9 +315,9 @@ def proved_name(job: bytes, marker: MarkerId, said: str) -> str:
     return f"{PROVED_DIR}/{job.hex()}/{_marker_name(marker)}-{said}"
 
 
-def parse_proved_name(name: str) -> tuple[bytes, MarkerId, str] | None:
-    """Parse a name built by :func:`proved_name` into (job, marker, said). Returns None for any other name."""
-    return _parts(_PROVED, name, proved_name)
+def parse_proved_name(name: str, kind: Callable[..., T]) -> T | None:
+    """Parse the name of a ``Comparison``, the ``kind``. Returns None for any other name."""
+    return _object(_PROVED, name, kind)
 
 
 def damaged_name(name: str, number: int = 1) -> str:
@@ -485,7 +489,7 @@ def _marker(text: str | None) -> MarkerId | None:
     return MarkerId(*(int(part[1:]) for part in text.split("-"))) if text is not None else None
 
 
-_TEXTS = dict.fromkeys(("alias", "attempt", "said", "who", "log", "file"), lambda text: text or "")
+_TEXTS = dict.fromkeys(("alias", "attempt", "who", "log", "file"), lambda text: text or "")
 _READ: dict[str, Callable[[Any], object]] = {
     **_TEXTS,
     "job": bytes.fromhex,
