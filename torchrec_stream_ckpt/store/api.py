@@ -5,14 +5,16 @@ There are no appends and no renames, so that object stores, which have neither, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.util.options import Options, read_options
 from torchrec_stream_ckpt.util.uris import check_store_url
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,13 @@ class KeepsTime(Protocol):
 
     def put_at(self, name: str) -> float | None:
         """Return the time when an object was put, in seconds since some epoch. None if the store does not report it."""
+
+
+def names_in(objects: Objects, kind: str, job: bytes, parse: Callable[[str], T | None]) -> Iterator[T]:
+    """Yield the parsed names of all objects of a job in one folder of a store. Skips names that ``parse`` rejects."""
+    for entry in objects.list(f"{kind}/{job.hex()}/"):
+        if (found := parse(entry.name)) is not None:
+            yield found
 
 
 def open_store(url: str, options: Options = None) -> Objects:

@@ -5,7 +5,7 @@ Also a bounded cache of the store's small objects.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import Front
-from torchrec_stream_ckpt.store.api import Objects, Readable
+from torchrec_stream_ckpt.store.api import Objects, Readable, names_in
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.store.prefetched import side_by_side
 from torchrec_stream_ckpt.util.layout import (
@@ -189,18 +189,13 @@ class Catalog:
     def refresh(self) -> None:
         """List again."""
         self.listed += 1
-        self.markers = frozenset(found[1] for found in self._listed(MANIFESTS_DIR, parse_manifest_name))
-        self.dropped = frozenset(found[1] for found in self._listed(DROPPED_DIR, parse_dropped_name))
+        objects, job = self.objects, self.job
+        self.markers = frozenset(found[1] for found in names_in(objects, MANIFESTS_DIR, job, parse_manifest_name))
+        self.dropped = frozenset(found[1] for found in names_in(objects, DROPPED_DIR, job, parse_dropped_name))
         if self.dropped:  # listed before pins: a pin that existed when a marker was given up is seen
-            pins = {found[1] for found in self._listed(PINS_DIR, parse_pin_name)}
+            pins = {found[1] for found in names_in(objects, PINS_DIR, job, parse_pin_name)}
             self.dropped -= {each for each in pins & self.markers & self.dropped if _is_of_choice(self, each)}
-        self.folds = frozenset((found.start, found.end) for found in self._listed(FOLDS_DIR, parse_fold_name))
-
-    def _listed(self, kind: str, parse: Callable[[str], T | None]) -> Iterator[T]:
-        """Yield the parsed names of all objects of the job below one folder."""
-        for entry in self.objects.list(f"{kind}/{self.job.hex()}/"):
-            if (found := parse(entry.name)) is not None:
-                yield found
+        self.folds = frozenset((found.start, found.end) for found in names_in(objects, FOLDS_DIR, job, parse_fold_name))
 
     # Objects that the owner of this catalog has put since it was listed.
 

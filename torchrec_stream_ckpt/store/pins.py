@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Pin
-from torchrec_stream_ckpt.store.api import Entry, Objects
+from torchrec_stream_ckpt.store.api import Entry, Objects, names_in
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.failpoints import failpoint
@@ -94,8 +94,7 @@ def _of_newest(objects: Objects, lineage: Lineage) -> list[Reached]:
 
 
 def _said(objects: Objects, job: bytes) -> list[Reached]:
-    names = (entry.name for entry in objects.list(f"{OUTER_DIR}/{job.hex()}/"))
-    return [Reached(*found[1:]) for name in names if (found := parse_reached_name(name)) is not None]
+    return [Reached(*found[1:]) for found in names_in(objects, OUTER_DIR, job, parse_reached_name)]
 
 
 def pin(objects: Objects, job: bytes, marker: MarkerId, *, folded: bool = True, alias: str = "") -> None:
@@ -171,17 +170,15 @@ def unpin_others(objects: Objects, job: bytes, alias: str, kept: MarkerId | None
         alias: The name.
         kept: The marker that has it now; None if no marker has.
     """
-    for entry in objects.list(f"{PINS_DIR}/{job.hex()}/"):
-        found = parse_pin_name(entry.name)
-        if found is not None and found[2] == alias and found[1] != kept:
-            objects.delete(entry.name)
+    for pin in names_in(objects, PINS_DIR, job, parse_pin_name):
+        if pin[2] == alias and pin[1] != kept:
+            objects.delete(pin_name(*pin))
 
 
 def pinned(objects: Objects, job: bytes) -> frozenset[MarkerId]:
     """Return markers that have a pin, or an attempt to pin them."""
-    entries = objects.list(f"{PINS_DIR}/{job.hex()}/")
-    found = (parse_pin_name(entry.name) or parse_attempt_name(entry.name) for entry in entries)
-    return frozenset(each[1] for each in found if each is not None)
+    found = names_in(objects, PINS_DIR, job, lambda name: parse_pin_name(name) or parse_attempt_name(name))
+    return frozenset(each[1] for each in found)
 
 
 def attempts(objects: Objects, job: bytes) -> Iterator[tuple[Entry, MarkerId]]:

@@ -21,9 +21,9 @@ from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
 from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Buffer, parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, names_in
 from torchrec_stream_ckpt.store.identity import check_store
-from torchrec_stream_ckpt.util.layout import CopyName, parse_copy_name, records_dir
+from torchrec_stream_ckpt.util.layout import RECORDS_DIR, CopyName, parse_copy_name
 
 _ATTEMPTS = 5
 _OFFSET = struct.Struct("<Q")
@@ -110,8 +110,7 @@ def copied_logs(objects: Objects, job: bytes) -> list[str]:
 
 def copy_names(objects: Objects, job: bytes) -> list[CopyName]:
     """List all objects of a job's copies: of each log and epoch."""
-    parsed = (parse_copy_name(entry.name) for entry in objects.list(f"{records_dir(job)}/"))
-    return sorted(name for name in parsed if name is not None)
+    return sorted(names_in(objects, RECORDS_DIR, job, parse_copy_name))
 
 
 def put_copy(

@@ -17,7 +17,7 @@ from crc32c import crc32c
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.summary import Part, Summary
-from torchrec_stream_ckpt.store.api import Objects, Readable
+from torchrec_stream_ckpt.store.api import Objects, Readable, names_in
 from torchrec_stream_ckpt.store.catalog import Catalog, ObjectCache
 from torchrec_stream_ckpt.store.prefetched import Summarized
 from torchrec_stream_ckpt.util.layout import SUMMARIES_DIR, SummaryName, parse_summary_name
@@ -33,8 +33,7 @@ log = logging.getLogger(__name__)
 
 def list_summaries(objects: Objects, job: bytes) -> list[SummaryName]:
     """Return all summaries of a job, by their first markers."""
-    names = (entry.name for entry in objects.list(f"{SUMMARIES_DIR}/{job.hex()}/"))
-    return sorted(found for name in names if (found := parse_summary_name(name)) is not None)
+    return sorted(names_in(objects, SUMMARIES_DIR, job, parse_summary_name))
 
 
 def load_summary(objects: Readable, name: SummaryName) -> Summary:

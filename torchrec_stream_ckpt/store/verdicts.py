@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.manifest import TableRows, Verdict
 from torchrec_stream_ckpt.format.readings import Comparison, Reading
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, names_in
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import (
@@ -107,8 +107,7 @@ def list_proved(objects: Objects, job: bytes) -> list[Comparison]:
     Raises:
         StoreUnavailableError: the store does not answer.
     """
-    names = (Comparison.parse(entry.name) for entry in objects.list(f"{PROVED_DIR}/{job.hex()}/"))
-    return sorted((each for each in names if each is not None), key=lambda each: (each.time_ms, each))
+    return sorted(names_in(objects, PROVED_DIR, job, Comparison.parse), key=lambda each: (each.time_ms, each))
 
 
 def note_proved(objects: Objects, proved: Comparison) -> None:

@@ -405,12 +405,8 @@ class CopyName:
 
     @property
     def name(self) -> str:
-        return f"{records_dir(self.job)}/{self.log}-e{self.epoch:04d}-{self.first:020d}-{self.last:020d}-{self.crc:08x}"
-
-
-def records_dir(job: bytes) -> str:
-    """Return the folder of all copies of a job's control records."""
-    return f"{RECORDS_DIR}/{job.hex()}"
+        of = f"{self.log}-e{self.epoch:04d}-{self.first:020d}-{self.last:020d}"
+        return f"{RECORDS_DIR}/{self.job.hex()}/{of}-{self.crc:08x}"
 
 
 def copied_log(incarnation: str) -> str:
@@ -489,15 +485,15 @@ def _marker(text: str | None) -> MarkerId | None:
     return MarkerId(*(int(part[1:]) for part in text.split("-"))) if text is not None else None
 
 
-_TEXTS = dict.fromkeys(("alias", "attempt", "who", "log", "file"), lambda text: text or "")
 _READ: dict[str, Callable[[Any], object]] = {
-    **_TEXTS,
+    **dict.fromkeys(("attempt", "who", "log", "file"), str),
+    "alias": lambda text: text or "",
     "job": bytes.fromhex,
     "marker": _marker,
     "start": _marker,
     "crc": lambda text: int(text, 16),
 }
-"""How the parts of names are read, by the names of their groups. The others are numbers."""
+"""Reader of each part of a name, by the name of its group. All other parts are numbers."""
 
 
 def _parts(pattern: re.Pattern[str], name: str, build: Callable[..., str]) -> tuple[Any, ...] | None:
@@ -511,5 +507,6 @@ def _parts(pattern: re.Pattern[str], name: str, build: Callable[..., str]) -> tu
 
 def _object(pattern: re.Pattern[str], name: str, kind: Callable[..., T]) -> T | None:
     """Return the parsed name whose attribute ``name`` is this name. Returns None if there is none."""
-    found = _parts(pattern, name, lambda *parts: kind(*parts).name)
+    make: Callable[..., Any] = kind
+    found = _parts(pattern, name, lambda *parts: make(*parts).name)
     return kind(*found) if found else None

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage, knows
 from torchrec_stream_ckpt.log.api import Incarnation, Log
 from torchrec_stream_ckpt.log.control.copies import put_anew
 from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, names_in
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.records import Copied, copied_logs, read_copy
 from torchrec_stream_ckpt.util.failpoints import failpoint
@@ -231,14 +231,8 @@ def in_order(lineage: Lineage) -> Iterator[Claim | Commit]:
 
 def generations_in(objects: Objects, job: bytes) -> Iterator[int]:
     """Yield the generations that names of objects in the store contain."""
-    for entry in objects.list(f"{SEGMENTS_DIR}/{job.hex()}/"):
-        segment = parse_store_segment(entry.name)
-        if segment is not None:
-            yield segment.marker.generation
-    for entry in objects.list(f"{DENSE_DIR}/{job.hex()}/"):
-        file = parse_dense_file(entry.name)
-        if file is not None:
-            yield file[1].generation
+    yield from (segment.marker.generation for segment in names_in(objects, SEGMENTS_DIR, job, parse_store_segment))
+    yield from (file[1].generation for file in names_in(objects, DENSE_DIR, job, parse_dense_file))
 
 
 def _named(log: Log, objects: Objects, lineage: Lineage) -> Iterator[int]:

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, SegmentRef
 from torchrec_stream_ckpt.format.segment import check_chunk, entries_of, parse_front
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, names_in
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.dense_objects import files_in, read_dense_file
 from torchrec_stream_ckpt.store.reader import load_front, runs_of
@@ -147,8 +147,7 @@ class ScrubReader:
         return sorted(found - self.listed())
 
     def _dropped(self) -> set[MarkerId]:
-        names = (entry.name for entry in self._objects.list(f"{DROPPED_DIR}/{self.catalog.job.hex()}/"))
-        return {found[1] for name in names if (found := parse_dropped_name(name)) is not None}
+        return {found[1] for found in names_in(self._objects, DROPPED_DIR, self.catalog.job, parse_dropped_name)}
 
     def _with_dense(self) -> set[MarkerId]:
         """Return markers whose dense state must be whole here.
@@ -156,8 +155,7 @@ class ScrubReader:
         These have a manifest, or their trainer has put their dense state here. For a marker without a manifest, the
         materializer may be copying it right now.
         """
-        names = (entry.name for entry in self._objects.list(f"{DENSE_DIR}/{self.catalog.job.hex()}/"))
-        here = {found.marker for name in names if (found := parse_marker_object(name)) is not None}
+        here = {found.marker for found in names_in(self._objects, DENSE_DIR, self.catalog.job, parse_marker_object)}
         commits, home = self.lineage.commits, "" if self._objects.size(IDENTITY_FILE) is not None else None
         kept = {marker for marker in here & commits.keys() if commits[marker].store in (self._objects.url, home)}
         return set((self.catalog.markers & commits.keys() | kept) - self.catalog.dropped)

@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.format.readings import MAX_DAMAGED, ScrubPlace
 from torchrec_stream_ckpt.maintain.repairer import Repair
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender, marker_of
 from torchrec_stream_ckpt.maintain.scrub.scrub_reader import Part, ScrubReader
-from torchrec_stream_ckpt.store.api import Objects
+from torchrec_stream_ckpt.store.api import Objects, names_in
 from torchrec_stream_ckpt.store.catalog import Catalog
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.failpoints import failpoint
@@ -124,8 +124,7 @@ class PlaceKeeper:
 
     def _load(self) -> ScrubPlace:
         """Load the newest readable place. Returns that of a scrub that has not begun if there is none."""
-        names = (entry.name for entry in self._objects.list(f"{SCRUB_DIR}/{self._job.hex()}/"))
-        parsed = (found for name in names if (found := parse_scrub_place(name)) is not None)
+        parsed = names_in(self._objects, SCRUB_DIR, self._job, parse_scrub_place)
         numbers = sorted((number for _, who, number in parsed if who == self._who), reverse=True)
         self._number = numbers[0] if numbers else 0
         place = ScrubPlace(1, 0.0)
