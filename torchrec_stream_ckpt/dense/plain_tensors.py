@@ -20,6 +20,8 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from torchrec_stream_ckpt.util.durable import read_all
+
 _NAMES = "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"
 _STORAGES = {kind.dtype: kind for kind in (getattr(torch, f"{name}Storage") for name in _NAMES)}
 _PART = 4096
@@ -85,18 +87,12 @@ def _read_one(file: int, offset: int, length: int, target: torch.Tensor) -> bool
     values = target.detach().reshape(-1).view(torch.uint8).numpy().data
     if len(head) == length:
         values[:] = head[begin : begin + len(values)]
-    elif not _fill(file, offset + begin, values):
-        return False
-    torch.autograd.graph.increment_version(target)  # numpy's writes are not counted
-    return True
-
-
-def _fill(file: int, offset: int, values: memoryview) -> bool:
-    while values:
-        got = os.preadv(file, [values], offset)
-        if not got:
+    else:
+        try:
+            read_all(file, offset + begin, [values])
+        except EOFError:
             return False
-        values, offset = values[got:], offset + got
+    torch.autograd.graph.increment_version(target)  # numpy's writes are not counted
     return True
 
 

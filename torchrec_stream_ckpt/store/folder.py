@@ -15,11 +15,10 @@ from pathlib import Path
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.store.api import Entry
-from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, write_all
+from torchrec_stream_ckpt.util.durable import fsync_dir, make_dirs, read_all, write_all
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import STORE_FILE, TEMPORARY_PREFIX, check_object_name, is_object_name
 
-_MAX_IOV = 1024
 _MAP_FROM_BYTES = 2**18
 """Smaller ranges are copied. A map would cost more than it saves, and a file descriptor for its lifetime."""
 _ATTEMPTS = 10
@@ -91,7 +90,7 @@ class FolderObjects:
     def read_into(self, name: str, begin: int, buffers: Sequence[memoryview]) -> None:
         with self._opened(name) as (fd, size):
             self._check_range(name, begin, begin + sum(map(len, buffers)), size)
-            _fill(fd, begin, buffers)
+            read_all(fd, begin, buffers)
 
     @contextlib.contextmanager
     def _opened(self, name: str) -> Iterator[tuple[int, int]]:
@@ -333,21 +332,8 @@ def _fetch(fd: int, begin: int, end: int) -> None:
 
 def _copy(fd: int, begin: int, end: int) -> memoryview:
     view = memoryview(bytearray(end - begin))
-    _fill(fd, begin, [view])
+    read_all(fd, begin, [view])
     return view.toreadonly()
-
-
-def _fill(fd: int, begin: int, buffers: Sequence[memoryview]) -> None:
-    rest = [buffer for buffer in reversed(buffers) if len(buffer)]
-    while rest:
-        count = os.preadv(fd, rest[: -_MAX_IOV - 1 : -1], begin)
-        if not count:
-            raise EOFError(f"it ends at {begin}")
-        begin += count
-        while rest and count >= len(rest[-1]):
-            count -= len(rest.pop())
-        if count:
-            rest[-1] = rest[-1][count:]
 
 
 def _clear(path: Path) -> int:

@@ -1,13 +1,13 @@
-"""Write folders and files that survive a power loss, and write all bytes of a buffer."""
+"""Write folders and files that survive a power loss, and move all bytes of buffers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-_MOST_PARTS = 512
-"""Parts that one call writes. A system may reject more than 1024."""
+_MOST_PARTS = 1024
+"""Parts that one call moves. Linux rejects more."""
 
 
 def make_dirs(path: Path) -> None:
@@ -49,14 +49,36 @@ def write_all(fd: int, parts: Iterable[memoryview]) -> None:
     Raises:
         OSError: Not all of them were written.
     """
+    _move(parts, lambda some: os.writev(fd, some))
+
+
+def read_all(fd: int, begin: int, parts: Iterable[memoryview]) -> None:
+    """Fill ``parts``, views of bytes, one after the other, with a file's bytes from ``begin`` on.
+
+    Raises:
+        EOFError: The file is shorter.
+    """
+
+    def read(some: list[memoryview]) -> int:
+        nonlocal begin
+        if not (count := os.preadv(fd, some, begin)):
+            raise EOFError(f"it ends at {begin}")
+        begin += count
+        return count
+
+    _move(parts, read)
+
+
+def _move(parts: Iterable[memoryview], call: Callable[[list[memoryview]], int]) -> None:
+    """Call the system until it has moved all bytes of ``parts``."""
     rest = [part for part in parts if len(part)]
     rest.reverse()
     while rest:
-        written = os.writev(fd, rest[: -_MOST_PARTS - 1 : -1])
-        while rest and written >= len(rest[-1]):
-            written -= len(rest.pop())
-        if written:
-            rest[-1] = rest[-1][written:]
+        count = call(rest[: -_MOST_PARTS - 1 : -1])
+        while rest and count >= len(rest[-1]):
+            count -= len(rest.pop())
+        if count:
+            rest[-1] = rest[-1][count:]
 
 
 def nearest_folder(path: Path) -> Path:
