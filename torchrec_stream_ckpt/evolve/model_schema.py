@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import DTYPE_BYTES
-from torchrec_stream_ckpt.util.types import TableSpec
+from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 FORMAT = 1
 NO_TENSOR = "None"
@@ -108,15 +108,17 @@ def _schema(data: Any) -> ModelSchema:
     for table in found.tables:
         if not table.name:
             raise ValueError("a table has no name")
-        for what, each in ("table", table), *(("state", state) for state in table.states):
+        typed: list[TableSpec | StateSpec] = [table, *table.states]
+        for each in typed:
             if each.dtype not in DTYPE_BYTES:
+                what = "table" if each is table else "state"
                 raise ValueError(f"the {what} {each.name!r} has the unknown dtype {each.dtype!r}")
     return found
 
 
 def _value(data: Any, kind: Any, what: str) -> Any:
     """Return the value of type ``kind`` whose JSON is ``data``; raises ValueError if there is none."""
-    if is_dataclass(kind):
+    if isinstance(kind, type) and is_dataclass(kind):
         hints = get_type_hints(kind)
         if not isinstance(data, dict) or data.keys() != hints.keys():
             found = sorted(data) if isinstance(data, dict) else data

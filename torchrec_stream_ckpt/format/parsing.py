@@ -57,7 +57,7 @@ def from_base64(text: str, what: str) -> bytes:
     return packed
 
 
-def unpacked(packed: Buffer, most_bytes: int, what: str, **where: object) -> bytes:
+def unpacked(packed: Buffer, most_bytes: int, what: str, **where: Any) -> bytes:
     """Return what zlib has packed. Allocates at most one byte more than ``most_bytes``.
 
     Raises:
