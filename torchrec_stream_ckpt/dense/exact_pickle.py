@@ -4,6 +4,8 @@
 * A ``torch.memory_format`` cannot be pickled.
 
 Reading their replacements needs only NumPy, torch and the standard library.
+
+Also the pickle of a tensor as ``torch.save`` writes it, for a comparison.
 """
 
 from __future__ import annotations
@@ -11,12 +13,16 @@ from __future__ import annotations
 import importlib
 import pickle
 import sys
+from collections import OrderedDict
+from io import BytesIO
 from typing import Any
 
 import numpy as np
 import torch
 
 _FOREIGN = ">" if sys.byteorder == "little" else "<"
+_NAMES = "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"
+_STORAGES = {kind.dtype: kind for kind in (getattr(torch, f"{name}Storage") for name in _NAMES)}
 
 dump = pickle.dump
 """(``torch.save`` takes this module in the place of ``pickle``.)"""
@@ -48,3 +54,29 @@ def _array(value: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     columns_first = value.flags.f_contiguous and not value.flags.c_contiguous
     data = bytearray(value.tobytes("F" if columns_first else "C"))
     return np.ndarray, (value.shape, value.dtype, data, 0, None, "F" if columns_first else "C")
+
+
+def described_tensor(tensor: torch.Tensor) -> bytes | None:
+    """Return what ``torch.save`` pickles of a contiguous tensor of this shape and dtype. None if it is of another kind.
+
+    That is without its values, which are in another file of the archive.
+    """
+    if tensor.dtype not in _STORAGES:
+        return None
+    file = BytesIO()
+    _Description(file, 2).dump(torch.empty(tensor.size(), dtype=tensor.dtype, device="meta"))
+    return file.getvalue()
+
+
+class _Description(pickle.Pickler):
+    """Pickles a tensor as ``torch.save`` does if the tensor has its storage for itself."""
+
+    def reducer_override(self, value: object) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return NotImplemented
+        storage = [_STORAGES[value.dtype], "0", "cpu", value.numel()]
+        size = tuple(value.size())
+        return torch._utils._rebuild_tensor_v2, (storage, 0, size, value.stride(), False, OrderedDict())
+
+    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
+        return ("storage", *value) if isinstance(value, list) else None

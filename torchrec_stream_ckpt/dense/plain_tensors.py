@@ -7,10 +7,8 @@ contiguous tensor, byte for byte apart from the values. All others are left to D
 from __future__ import annotations
 
 import os
-import pickle
 import struct
 import sys
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from io import BytesIO
 from pathlib import Path
@@ -20,10 +18,9 @@ from zipfile import ZIP_STORED, BadZipFile, ZipFile
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
+from torchrec_stream_ckpt.dense.exact_pickle import described_tensor
 from torchrec_stream_ckpt.util.durable import read_all
 
-_NAMES = "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"
-_STORAGES = {kind.dtype: kind for kind in (getattr(torch, f"{name}Storage") for name in _NAMES)}
 _PART = 4096
 """Bytes that are read from each end of an archive. A tensor begins before the end of the first part."""
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -114,7 +111,7 @@ def _values(head: bytes, tail: bytes, length: int, target: torch.Tensor) -> int 
     described, order, values = (_content(head, files[name]) for name in ("data.pkl", "byteorder", "data/0"))
     if described is None or order is None or values is None:
         return None
-    if head[slice(*described)] != _description(target) or head[slice(*order)] != sys.byteorder.encode():
+    if head[slice(*described)] != described_tensor(target) or head[slice(*order)] != sys.byteorder.encode():
         return None
     begin, end = values
     return begin if end - begin == num_bytes and end <= length else None
@@ -148,26 +145,3 @@ def _content(head: bytes, file: tuple[int, int]) -> tuple[int, int] | None:
     mark, *_, name, extra = _LOCAL.unpack_from(head, begin)
     content = begin + _LOCAL.size + name + extra
     return (content, content + size) if mark == b"PK\3\4" else None
-
-
-def _description(tensor: torch.Tensor) -> bytes | None:
-    """Return what ``torch.save`` writes about a contiguous tensor of this shape and dtype, without its values."""
-    if tensor.dtype not in _STORAGES:
-        return None
-    file = BytesIO()
-    _Description(file, 2).dump(torch.empty(tensor.size(), dtype=tensor.dtype, device="meta"))
-    return file.getvalue()
-
-
-class _Description(pickle.Pickler):
-    """Pickles a tensor as ``torch.save`` does if the tensor has its storage for itself."""
-
-    def reducer_override(self, value: object) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return NotImplemented
-        storage = [_STORAGES[value.dtype], "0", "cpu", value.numel()]
-        size = tuple(value.size())
-        return torch._utils._rebuild_tensor_v2, (storage, 0, size, value.stride(), False, OrderedDict())
-
-    def persistent_id(self, value: object) -> tuple[Any, ...] | None:
-        return ("storage", *value) if isinstance(value, list) else None
