@@ -7,6 +7,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control, Log
 from torchrec_stream_ckpt.log.kafka import arrivals
 from torchrec_stream_ckpt.log.kafka.settings import FETCH_WAIT_S
+from torchrec_stream_ckpt.log.watch import Watch
 from torchrec_stream_ckpt.util.types import LogSpan, MarkPlace
 
 pytestmark = pytest.mark.kafka
@@ -98,15 +100,33 @@ def writing(uri: str) -> Iterator[Writing]:
     writing.close()
 
 
+@dataclass
+class Watched:
+    """A log, and its watch."""
+
+    log: Log
+    watch: Watch
+
+
+@pytest.fixture
+def watched(uri: str) -> Iterator[Watched]:
+    log = open_log(uri)
+    watch = log.watch()
+    yield Watched(log, watch)
+    watch.close()
+    log.close()
+
+
 def read(log: Log, partition: int, begin: int) -> list[tuple[int, bytes]]:
     end = log.ends(1, [partition])[partition]
     return [(offset, bytes(each)) for offset, each in log.read(LogSpan(1, partition, begin, end))]
 
 
-def test_records_are_read_by_the_client_that_waited_for_them(writing: Writing, uri: str, made: list[Client]) -> None:
-    log = open_log(uri)
+def test_records_are_read_by_the_client_that_waited_for_them(
+    writing: Writing, watched: Watched, made: list[Client]
+) -> None:
+    log, watch = watched.log, watched.watch
     old = writing.write(0, 1, 2)
-    watch = log.watch()
     assert watch.wait(60, [0, 1])
     assert read(log, 0, 0) == old
     assert len(made) == 2  # records before the wait: by another client
@@ -123,15 +143,12 @@ def test_records_are_read_by_the_client_that_waited_for_them(writing: Writing, u
     assert len(made) == 2
     while watch.wait(0.3, [0, 1]):
         pass
-    watch.close()
-    log.close()
 
 
 def test_another_thread_reads_the_same_records_by_its_own_client(
-    writing: Writing, uri: str, made: list[Client]
+    writing: Writing, watched: Watched, made: list[Client]
 ) -> None:
-    log = open_log(uri)
-    watch = log.watch()
+    log, watch = watched.log, watched.watch
     assert watch.wait(60, [0])
     new = writing.write(0, *range(5))
     assert watch.wait(60, [0])
@@ -142,13 +159,10 @@ def test_another_thread_reads_the_same_records_by_its_own_client(
     assert (found, len(made)) == ([new], 2)
     assert read(log, 0, new[0][0]) == new
     assert len(made) == 2
-    watch.close()
-    log.close()
 
 
-def test_a_read_that_is_broken_off_goes_on_where_it_was(writing: Writing, uri: str, made: list[Client]) -> None:
-    log = open_log(uri)
-    watch = log.watch()
+def test_a_read_that_is_broken_off_goes_on_where_it_was(writing: Writing, watched: Watched, made: list[Client]) -> None:
+    log, watch = watched.log, watched.watch
     assert watch.wait(60, [1])
     new = writing.write(0, *range(40))
     reading = log.read(LogSpan(1, 0, 0, 40))
@@ -161,15 +175,12 @@ def test_a_read_that_is_broken_off_goes_on_where_it_was(writing: Writing, uri: s
     assert len(made) == 2  # one waits, one reads
     assert read(log, 0, 7) == new[7:] + later
     assert len(made) == 3
-    watch.close()
-    log.close()
 
 
 def test_a_client_of_a_reader_that_does_not_wait_fetches_nothing_between_reads(
-    writing: Writing, uri: str, made: list[Client]
+    writing: Writing, watched: Watched, made: list[Client]
 ) -> None:
-    log = open_log(uri)
-    watch = log.watch()
+    log, watch = watched.log, watched.watch
     old = writing.write(0, 1, 2)
     assert read(log, 0, 0) == old
     assert made[0].assignment() == []
@@ -183,9 +194,10 @@ def test_a_client_of_a_reader_that_does_not_wait_fetches_nothing_between_reads(
         made[0].assignment()
 
 
-def test_a_client_that_fails_after_it_was_kept_is_replaced(writing: Writing, uri: str, made: list[Client]) -> None:
-    log = open_log(uri)
-    watch = log.watch()
+def test_a_client_that_fails_after_it_was_kept_is_replaced(
+    writing: Writing, watched: Watched, made: list[Client]
+) -> None:
+    log, watch = watched.log, watched.watch
     assert watch.wait(60, [1])
     writing.write(0, *range(3))
     assert len(read(log, 0, 0)) == 3
@@ -193,18 +205,15 @@ def test_a_client_that_fails_after_it_was_kept_is_replaced(writing: Writing, uri
     later = writing.write(0, 7, 8)
     assert read(log, 0, 3) == later
     assert len(made) == 3
-    watch.close()
-    log.close()
 
 
 def test_records_are_read_although_the_client_that_waits_has_failed(
-    writing: Writing, uri: str, made: list[Client]
+    writing: Writing, watched: Watched, made: list[Client]
 ) -> None:
-    log = open_log(uri)
-    watch = log.watch()
+    log, watch = watched.log, watched.watch
     assert watch.wait(60, [0])
     made[0].fails = True
-    assert not watch.wait(0.2, [0])
+    assert watch.wait(60, [0])  # not the whole time: the reader has to look
     new = writing.write(0, *range(3))
     assert read(log, 0, 0) == new
     assert watch.wait(60, [0])  # by another client, from the end on
@@ -212,13 +221,10 @@ def test_records_are_read_although_the_client_that_waits_has_failed(
     assert watch.wait(60, [0])
     assert read(log, 0, later[0][0]) == later
     assert len(made) == 3
-    watch.close()
-    log.close()
 
 
-def test_reads_of_one_partition_may_alternate(writing: Writing, uri: str) -> None:
-    log = open_log(uri)
-    watch = log.watch()
+def test_reads_of_one_partition_may_alternate(writing: Writing, watched: Watched) -> None:
+    log, watch = watched.log, watched.watch
     assert watch.wait(60, [0])
     new = writing.write(0, *range(10))
     assert watch.wait(60, [0])

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from confluent_kafka import KafkaError
 
 from tests.builders import claim
 from tests.parts import FileLog
@@ -61,7 +62,7 @@ def log_of(monkeypatch: pytest.MonkeyPatch, ends: dict[str, tuple[int, int]]) ->
             raise LogUnavailableError("no answer")
         return {each: Edge(0, *ends[asked]) for each in partitions}
 
-    monkeypatch.setattr(Brokers, "edges", edges)
+    monkeypatch.setattr(Brokers, "_edges", edges)
     monkeypatch.setattr(kafka_brokers, "knock", lambda place: (True, "its port accepts connections"))
     return KafkaLog(KafkaUri(f"{OLD},{AWAY},{NEW}", "job"), {})
 
@@ -133,6 +134,38 @@ def test_who_hears_of_an_older_leader_alone_raises(monkeypatch: pytest.MonkeyPat
     brokers.edges("job.data", [0])
     with pytest.raises(LogUnavailableError, match="does not know the newest leader"):
         brokers.edges("job.data", [0])
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, answer: object) -> tuple[Brokers, list[str]]:
+    """Brokers that have described the partition just now, and what they are asked from then on."""
+    described, questions = SimpleNamespace(topic_id="", partitions=[SimpleNamespace(id=0)]), list[str]()
+
+    def ask(_brokers: Brokers, doing: str, _call: object) -> dict[object, object]:
+        questions.append(doing)
+        if answer is None:
+            raise LogUnavailableError("no answer")
+        return {"job.data": answer}
+
+    monkeypatch.setattr(Brokers, "ask", lambda *_: {"job.data": described})
+    brokers = Brokers(KafkaUri(OLD, "job"), {}, timeout_s=-1.0)
+    brokers.describe()
+    monkeypatch.setattr(Brokers, "ask", ask)
+    return brokers, questions
+
+
+def test_a_broker_that_does_not_answer_is_asked_once_for_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    brokers, questions = asked(monkeypatch, None)
+    with pytest.raises(LogUnavailableError, match="no answer"):
+        brokers.edge("job.data", 0)
+    assert questions == ["find the ends of job.data"]
+
+
+def test_a_broker_that_refuses_an_end_is_asked_whether_the_topic_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kafka_brokers, "PROPAGATION_S", -1.0)
+    brokers, questions = asked(monkeypatch, KafkaError(KafkaError.UNKNOWN_TOPIC_OR_PART))
+    with pytest.raises(CorruptionError, match="does not exist"):
+        brokers.edge("job.data", 0)
+    assert questions == ["find the ends of job.data", "find the job's topics"]
 
 
 def test_a_topic_that_was_made_anew_counts_its_leaders_anew(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ _RECORDS = 1000
 _BATCH = 32
 _SILENT_S = 1.0
 """Time without a record after which the reader's own client is asked for one that exists."""
+_AFTER_ERROR_S = 0.5
+"""Time from an error of the fetch until the reader looks, and finds whether the broker answers."""
 HELD_BYTES = 64 * 2**20
 """Most bytes of records that nobody has read. If there are more, all are dropped, and the reader fetches them again."""
 
@@ -54,8 +56,8 @@ class _Held:
 class Arrivals:
     """Waits for records after the ends that the partitions had at the first wait, and holds them. A :class:`Watch`.
 
-    Errors of the fetch are ignored, because the reader that it wakes reports them: a wait then ends with its time, and
-    the next one begins again at the ends.
+    Errors of the fetch end a wait after :data:`_AFTER_ERROR_S`, and the reader that it wakes reports them. The next
+    wait begins again at the ends.
 
     Args:
         brokers: Brokers of the log.
@@ -86,9 +88,9 @@ class Arrivals:
             return self._assign(places, timeout_s)
         deadline = time.monotonic() + timeout_s
         while not self._woken.is_set() and (left := deadline - time.monotonic()) > 0:
-            if not self._is_sound:
-                self._woken.wait(left)
-            elif self._has_news or self._receive(1, min(left, _SLICE_S)):
+            if not self._is_sound:  # records may have arrived
+                return not self._woken.wait(min(left, _AFTER_ERROR_S))
+            if self._has_news or self._receive(1, min(left, _SLICE_S)):
                 self._receive(_RECORDS, 0)  # records that have arrived with it wake nobody again
                 self._has_news = False
                 return True

@@ -37,6 +37,10 @@ _FRESH_S = 1.0
 """Time for which a partition that was there need not be looked up again before its ends are asked for."""
 
 
+def _doing(topic: str) -> str:
+    return f"find the ends of {topic}"
+
+
 class Edge(NamedTuple):
     """Beginning and end of a partition, as its leader reports them."""
 
@@ -199,7 +203,14 @@ class Brokers:
         Raises:
             LogUnavailableError: a leader does not answer, or only an outdated leader does.
         """
-        doing, deadline = f"find the ends of {topic}", time.monotonic() + self._timeout_s
+        found = self._edges(topic, partitions)
+        if isinstance(found, ck.KafkaError):
+            raise self.unavailable(_doing(topic), found)
+        return found
+
+    def _edges(self, topic: str, partitions: Collection[int]) -> dict[int, Edge] | Any:
+        """Return :meth:`edges`, or the KafkaError that a broker has answered."""
+        doing, deadline = _doing(topic), time.monotonic() + self._timeout_s
 
         def ask(admin: Any) -> dict[Any, Any]:
             questions: dict[Any, Any] = {}
@@ -220,7 +231,7 @@ class Brokers:
                 time.sleep(0.1)
                 self.describe()  # otherwise the client keeps asking the leader that it knows
             else:
-                raise self.unavailable(doing, error)
+                return error
         return {}
 
     def _ask_others(self, doing: str, deadline: float) -> None:
@@ -238,11 +249,10 @@ class Brokers:
         """Return both ends. If the partition seems to end before ``wanted``, asks the newest leader."""
         if not self._was_there(topic, partition):
             self.require(topic, partition, "read", CorruptionError)
-        try:
-            edges = self.edges(topic, [partition])
-        except LogUnavailableError:
+        edges = self._edges(topic, [partition])
+        if isinstance(edges, ck.KafkaError):
             self.require(topic, partition, "read", CorruptionError)  # it may have been deleted since
-            raise
+            raise self.unavailable(_doing(topic), edges)
         return (self.newest_edges(topic, edges) if edges[partition].high < wanted else edges)[partition]
 
     def look_around(self, topic: str, partitions: Collection[int]) -> None:
