@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 from collections import Counter
@@ -22,6 +23,7 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.log import file_writer
+from torchrec_stream_ckpt.log import segments as log_segments
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 from torchrec_stream_ckpt.util.layout import MAX_PARTITIONS, partition_dir, segment_name
 from torchrec_stream_ckpt.util.types import LogSpan
@@ -64,6 +66,24 @@ def test_segments_roll_and_read_as_one(
     end = len(b"".join(frames))
     assert read(log, 0, end) == frames
     assert read(log, bases[1], bases[2]) == frames[2:4]
+
+
+class Refusing(mmap.mmap):
+    """A mapping on a kernel without large pages."""
+
+    def madvise(self, *_: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+@pytest.mark.parametrize("kind", [mmap.mmap, Refusing])
+def test_a_long_span_is_read_with_large_pages_and_without(
+    kind: type[mmap.mmap], log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_segments, "_LARGE_BYTES", 1)
+    monkeypatch.setattr("mmap.mmap", kind)
+    write(log, frames)
+    assert read(log, 0, sum(map(len, frames))) == frames
+    assert read(log, len(frames[0]), sum(map(len, frames[:3]))) == frames[1:3]
 
 
 def test_a_missing_segment_in_the_middle_is_refused(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.followers import LOAD, MARKER, begun, following, truth
+from torchrec_stream_ckpt.extras.follower.updates import Update
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.log.files import FileLog
@@ -93,6 +94,34 @@ def test_frames_that_are_held_are_read_once_and_others_twice(tmp_path: Path, mon
     twice, same = _reads(0, tmp_path / "again", monkeypatch)
     assert frames == same > 20
     assert (once, twice) == (frames, 2 * frames)
+
+
+def test_an_update_holds_no_frames_once_it_was_applied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job, count = begun(tmp_path / "log"), [0]
+    read = FileLog.read
+
+    def counted(log: FileLog, span: object) -> object:
+        count[0] += 1
+        return read(log, span)  # type: ignore[arg-type]
+
+    def rows(update: Update) -> list[tuple[str, int, bytes, bytes]]:
+        return [(one.table.name, one.col0, one.ids.tobytes(), one.weights.tobytes()) for one in update.changes()]
+
+    job.commit()
+    with following(job, tmp_path) as replica:
+        replica.catch_up()
+        job.touch()
+        job.commit()
+        monkeypatch.setattr(FileLog, "read", counted)
+        updates = replica.follower.updates(0)
+        update = next(updates)
+        assert update.kind is MARKER
+        held, before = rows(update), count[0]
+        assert rows(update) == held
+        assert count[0] == before
+        assert next(updates, None) is None
+        assert rows(update) == held  # whoever is late gets the same rows, read again
+        assert count[0] > before
 
 
 def test_changes_from_the_log_need_no_scratch_folder(tmp_path: Path) -> None:

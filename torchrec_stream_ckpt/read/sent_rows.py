@@ -65,6 +65,10 @@ class SentRows:
     def schema(self) -> Schema:
         return self._route.schema
 
+    def release(self) -> None:
+        """Hold no frames from here on: they are read and checked again if they are wanted."""
+        self._held, self._is_held = [], False
+
     def proof(self) -> WeightProof | None:
         """Return the proof that the marker has of its weights; None if it has none.
 

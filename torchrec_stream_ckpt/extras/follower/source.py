@@ -232,7 +232,10 @@ class FollowedJob:
             logged = MarkerRows.from_log(self.job.log, lineage, commit.id, start, self.between)
             knows_ids = start.generation == commit.generation and lineage.claims[commit.generation].has_id_events
             logged.repeats = self.repeats
-            yield Delivered(partial(self.sent, logged), logged.proof, ids=logged.id_events if knows_ids else None)
+            try:
+                yield Delivered(partial(self.sent, logged), logged.proof, ids=logged.id_events if knows_ids else None)
+            finally:
+                logged.release()  # the replica keeps its newest update
             return
         with self._open(lineage, commit, self.objects(commit), start) as rows:
             yield Delivered(partial(self.sent, rows), rows.proof)

@@ -265,6 +265,8 @@ class FollowedTables(Replica):
     def _held(self, changed: Changed) -> Changed:
         first, rows = self.rows_of(changed.table)
         ids, weights = changed.ids, changed.weights
+        if rows == changed.table.rows and weights.flags.c_contiguous:
+            return changed
         if rows < changed.table.rows:
             mine = np.flatnonzero((ids >= first) & (ids < first + rows))
             ids, weights = ids[mine], weights[mine]

@@ -78,7 +78,9 @@ class Doubts:
         """Note rows of ``marker`` that are newer than the proof. If all rows of a block are new, the block is as it was
         sent."""
         known = self._open(changed.table.id)
-        blocks = changed.ids // BLOCK_ROWS if known else changed.ids[:0]
+        if not known:
+            return
+        blocks = changed.ids // BLOCK_ROWS
         for block in known.keys() & set(np.unique(blocks).tolist()):
             rows = changed.ids[blocks == block] - block * BLOCK_ROWS
             known[block].missing[rows, changed.col0 : changed.col0 + changed.weights.shape[1]] = False
