@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import resource
 import threading
 import time
 import traceback
@@ -25,12 +26,41 @@ _LOOK_S = 0.0005
 _LOOKUP_ROWS = 64
 _WAIT_S = 120.0
 _IDLE_S = 0.5
+CPU = "CPU"
+_TURN_S = 0.01
+"""Time in which a replica looks at a log once at most. Work that is no follower's has turns of the same length."""
+_LOOP = 10_000
+"""Numbers that a loop without memory adds up before it looks whether it is to end."""
+_LOOPS = 1000
+_STRANGER_ROWS = 100_000
 
 
 def cores() -> tuple[set[int], set[int]]:
     """Return the cores of the trainer and of the replica: one each if there are two."""
     found = sorted(os.sched_getaffinity(0))
     return {found[0]}, {found[-1]}
+
+
+def used() -> dict[str, float]:
+    """Return what this process has used so far, all threads: seconds of CPU, and counts of its work.
+
+    Switches are those of the kernel: of a thread that waits for something, and of one that has to leave its core.
+    Reads and writes are system calls of these names; a Kafka client uses others.
+    """
+    own = resource.getrusage(resource.RUSAGE_SELF)
+    calls = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return {
+        CPU: time.process_time(),
+        "waits": own.ru_nvcsw,
+        "interruptions": own.ru_nivcsw,
+        "page faults": own.ru_minflt + own.ru_majflt,
+        "reads and writes": int(calls["syscr"]) + int(calls["syscw"]),
+    }
+
+
+def since(before: dict[str, float]) -> dict[str, float]:
+    """Return what this process has used since an earlier :func:`used`."""
+    return {name: value - before[name] for name, value in used().items()}
 
 
 class Remote:
@@ -116,7 +146,7 @@ class Trainer:
         """Commit a marker of all that was trained."""
         self._ckpt.mark().result(_WAIT_S)
 
-    def train(self, steps: int, ids_a_step: int, rest_s: float = 0.0) -> tuple[list[Seen], float]:
+    def train(self, steps: int, ids_a_step: int, rest_s: float = 0.0) -> tuple[list[Seen], dict[str, float]]:
         """Train, and commit a marker at the end.
 
         Args:
@@ -125,12 +155,12 @@ class Trainer:
             rest_s: Sleep after each step, as while a GPU computes.
 
         Returns:
-            For each step when ``step()`` ended, and the bits of the last row of the last table; seconds of CPU of
-            this process.
+            For each step when ``step()`` ended, and the bits of the last row of the last table; what this process has
+            used, and the rows and bytes that it has sent.
         """
         found: list[Seen] = []
         probe = self._job.tensors[self._last][-1, :2]
-        cpu_s = time.process_time()
+        before, sent = used(), self._ckpt.stats()
         for _ in range(steps):
             ids = [torch.randint(0, each, (ids_a_step,), generator=self._random) for each in self._shape.rows]
             ids[-1][-1] = self._shape.rows[-1] - 1
@@ -140,7 +170,15 @@ class Trainer:
             if rest_s:
                 time.sleep(rest_s)
         self.mark()
-        return found, time.process_time() - cpu_s
+        now = self._ckpt.stats()
+        return found, {**since(before), "rows": now.rows - sent.rows, "bytes": now.num_bytes - sent.num_bytes}
+
+    def loop_s(self) -> float:
+        """Return the seconds of CPU of a loop that needs no memory."""
+        begin = time.thread_time()
+        for _ in range(_LOOPS):
+            sum(range(_LOOP))
+        return time.thread_time() - begin
 
     def touch(self, rows: int) -> None:
         """Change this many rows of each table in one step, and commit a marker."""
@@ -169,7 +207,7 @@ class Replica:
         self._stop = threading.Event()
         self._reader: threading.Thread | None = None
         self._found: list[Any] = []
-        self._cpu_s = 0.0
+        self._before: dict[str, float] = {}
 
     def open(self, mode: str, slices: bool = False) -> None:
         """Load the newest marker."""
@@ -220,11 +258,33 @@ class Replica:
     def start(self, mode: str) -> None:
         """Follow on a thread while nobody reads."""
         self._tables[mode, False].start()
-        self._cpu_s = time.process_time()
+        self._before = used()
 
-    def cpu_s(self) -> float:
-        """Return the seconds of CPU of this process since :meth:`start`."""
-        return time.process_time() - self._cpu_s
+    def used(self) -> dict[str, float]:
+        """Return what this process has used since :meth:`start`."""
+        return since(self._before)
+
+    def work(self, share: float) -> None:
+        """Write rows of a table that nobody follows, on a thread, for a share of the time of its core. Read no log."""
+        self._begin(lambda: self._work(share))
+
+    def _work(self, share: float) -> None:
+        random = torch.Generator().manual_seed(2)
+        target, source = (torch.zeros(_STRANGER_ROWS, 64) for _ in range(2))
+        while not self._stop.is_set():
+            begin_s, end_s = time.monotonic(), time.thread_time() + share * _TURN_S
+            while time.thread_time() < end_s:
+                ids = torch.randint(0, _STRANGER_ROWS, (512,), generator=random)
+                target.index_copy_(0, ids, source.index_select(0, ids))
+            time.sleep(max(0.0, begin_s + _TURN_S - time.monotonic()))
+
+    def spin(self) -> None:
+        """Loop without memory on a thread, until :meth:`found`."""
+        self._begin(self._spin)
+
+    def _spin(self) -> None:
+        while not self._stop.is_set():
+            sum(range(_LOOP))
 
     def hammer(self, slices: bool, pinned: set[int], apply: bool) -> list[tuple[float, float]]:
         """Look rows up on a thread, one lookup after the other, while an update is applied; or while none is.

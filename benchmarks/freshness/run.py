@@ -15,6 +15,8 @@ Each has one core. Kafka's broker is the library's own on loopback, on both core
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import os
 import random
 import statistics
@@ -29,6 +31,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import start  # noqa: E402, F401
+import numpy as np  # noqa: E402
 from brokers import start_broker  # noqa: E402
 from common import (  # noqa: E402
     Goal,
@@ -43,12 +46,15 @@ from common import (  # noqa: E402
     tell,
 )
 from job import Shape  # noqa: E402
-from processes import Remote, Replica, Seen, Trainer, cores  # noqa: E402
+from processes import CPU, Remote, Replica, Seen, Trainer, cores  # noqa: E402
+
+from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri  # noqa: E402
 
 MODES = ("rows", "markers")
 PARTS = ("age", "cpu", "catch-up", "pause")
 AGE_MS, PAUSE_MS, CPU_PERCENT, OF_RAW_PERCENT = 100, 5, 0.5, 60
-NOBODY, RAW = "no follower", "raw read"
+NOBODY, AGAIN, STRANGER, RAW = "no follower", "no follower, again", "other work", "raw read"
+DISK, CACHE = "from the disk", "from the page cache"
 P50, P99, WORST = "p50", "p99", "worst"
 
 
@@ -78,6 +84,12 @@ def place(name: str, args: Any, shape: Shape, marker_s: float | None = None) -> 
         trainer = stack.enter_context(Remote(mine, Trainer, folder / "job", uri, shape, marker_s))
         replica = stack.enter_context(Remote(theirs, Replica, uri, f"file://{folder}/job/store"))
         yield Place(name, uri, folder, trainer, replica)
+
+
+def turns(ways: Sequence[str], number: int) -> tuple[str, ...]:
+    """Return the order of a round. In as many rounds as there are ways, each of them has each place once."""
+    first = number % len(ways)
+    return (*ways[first:], *ways[:first])
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:
@@ -146,30 +158,48 @@ def age(args: Any, report: Report, name: str) -> None:
 
 def cpu(args: Any, report: Report, name: str) -> None:
     shape = Shape((args.rows,) * args.tables, args.dim)
-    ways = (NOBODY, *MODES)
-    trainer: dict[str, list[float]] = {way: [] for way in ways}
+    ways = (NOBODY, AGAIN, STRANGER, *MODES)
+    trainer: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     follower: dict[str, list[float]] = {mode: [] for mode in MODES}
-    order = random.Random(0)
     with place(name, args, shape, args.marker_s) as here:
+        alone_s = here.trainer.call("loop_s")
+        here.replica.call("spin")
+        crowded = here.trainer.call("loop_s") / alone_s
+        here.replica.call("found")
+        report.facts[f"{name}: a loop without memory, next to another one: times as long"] = round(crowded, 3)
+        share = 0.0
         for number in range(-1, args.rounds):
-            for way in order.sample(ways, len(ways)):
+            for way in turns(ways, number):
+                here.replica.call("open", way if way in MODES else MODES[0])  # so that the trainer rests before each
                 if way in MODES:
-                    here.replica.call("open", way)
                     here.replica.call("start", way)
-                _, taken = here.trainer.call("train", args.steps, args.ids)
-                if way in MODES:
-                    used = here.replica.call("cpu_s")
+                else:
                     here.replica.call("release")
+                if way == STRANGER:
+                    here.replica.call("work", share)
+                begin = time.monotonic()
+                _, used = here.trainer.call("train", args.steps, args.ids)
+                if way in MODES:
+                    theirs = here.replica.call("used")[CPU]
+                    share = theirs / (time.monotonic() - begin) if way == MODES[0] else share
+                    here.replica.call("release")
+                elif way == STRANGER:
+                    here.replica.call("found")
                 if number < 0:
                     continue
-                trainer[way].append(taken / args.steps)
+                trainer[way].append({what: value / args.steps for what, value in used.items()})
                 if way in MODES:
-                    follower[way].append(used / args.steps)
+                    follower[way].append(theirs / args.steps)
             tell(f"{name}: round {number + 1} of {args.rounds}")
-    report.add(f"{name}: CPU of the trainer, a step", Measured(trainer), NOBODY)
+    point = f"{name}: CPU of the trainer, a step"
+    report.add(point, Measured({way: [each[CPU] for each in rounds] for way, rounds in trainer.items()}), NOBODY)
     report.add(f"{name}: CPU of the follower, a step", Measured(follower), "none")
+    report.facts[f"{name}: work of the trainer, a step"] = {
+        way: {what: round(statistics.median(each[what] for each in rounds), 3) for what in rounds[0] if what != CPU}
+        for way, rounds in trainer.items()
+    }
     for mode in MODES:
-        ratio = report.ratio(f"{name}: CPU of the trainer, a step", mode)
+        ratio = report.ratio(point, mode)
         more = None if ratio is None else 100 * (1 / ratio - 1)
         report.goals.append(Goal.at_most(f"{name}, {mode}: CPU of the trainer, more", CPU_PERCENT, more, "%"))
 
@@ -177,90 +207,150 @@ def cpu(args: Any, report: Report, name: str) -> None:
 # Catching up.
 
 
-def raw_reader(here: Place) -> tuple[Callable[[], float], Callable[[], int]]:
-    """Return (read what the log got since the last call, how many bytes it got)."""
-    if here.name == "kafka":
-        return _raw_consumer(here.uri)
-    done: dict[Path, int] = {}
+class RawFiles:
+    """The part of a file log that was written since the last :meth:`go_on`."""
 
-    def files() -> list[tuple[Path, int]]:
-        return [(path, done.get(path, 0)) for path in sorted(here.folder.glob("log/data/**/*.seg"))]
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._done: dict[Path, int] = {}
 
-    def size() -> int:
-        return sum(path.stat().st_size - begin for path, begin in files())
+    def _parts(self) -> list[tuple[Path, int]]:
+        return [(path, self._done.get(path, 0)) for path in sorted(self._folder.glob("log/data/**/*.seg"))]
 
-    def read() -> float:
-        buffer, wanted = memoryview(bytearray(1 << 20)), files()
+    def size(self) -> int:
+        return sum(path.stat().st_size - begin for path, begin in self._parts())
+
+    def read(self) -> float:
+        """Read it and drop it. Returns the seconds that this took."""
+        buffer, parts = memoryview(bytearray(1 << 20)), self._parts()
         begin_s = time.perf_counter()
-        for path, begin in wanted:
+        for path, begin in parts:
             with path.open("rb", buffering=0) as file:
                 file.seek(begin)
                 while file.readinto(buffer):
                     pass
-        taken = time.perf_counter() - begin_s
-        done.update({path: path.stat().st_size for path, _ in wanted})
-        return taken
+        return time.perf_counter() - begin_s
 
-    return read, size
+    def go_on(self) -> None:
+        self._done.update({path: path.stat().st_size for path, _ in self._parts()})
+
+    def put(self, state: str) -> None:
+        """Have the part in the page cache, or on the disk alone.
+
+        Raises:
+            UnavailableError: its pages stay in memory.
+        """
+        if state == CACHE:
+            self.read()
+            return
+        for path, _ in self._parts():
+            with path.open("rb") as file:
+                os.fdatasync(file.fileno())
+                os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        held = sum(_resident(path, begin) for path, begin in self._parts())
+        if held > max(mmap.PAGESIZE, self.size() // 20):
+            raise UnavailableError(f"{held} of {self.size()} bytes stay in the page cache")
 
 
-def _raw_consumer(uri: str) -> tuple[Callable[[], float], Callable[[], int]]:
-    import confluent_kafka as ck
+def _resident(path: Path, begin: int) -> int:
+    """Return how many bytes of a file from ``begin`` on are in the page cache."""
+    size, page = path.stat().st_size, mmap.PAGESIZE
+    begin -= begin % page
+    if size <= begin:
+        return 0
+    with path.open("rb") as file, mmap.mmap(file.fileno(), size - begin, prot=mmap.PROT_READ, offset=begin) as mapped:
+        held = np.zeros(-(-(size - begin) // page), np.uint8)
+        address = np.frombuffer(mapped, np.uint8).ctypes.data
+        if ctypes.CDLL(None).mincore(*map(ctypes.c_void_p, (address, size - begin, held.ctypes.data))):
+            raise OSError("mincore failed")
+    return page * int((held & 1).sum())
 
-    from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
-    from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
-    log = parse_uri(uri)
-    assert isinstance(log, KafkaUri)
-    done, num_bytes = 0, [0]
+class RawConsumer:
+    """The records of a partition since the last :meth:`go_on`, by one consumer with our settings."""
 
-    def read() -> float:
-        nonlocal done
-        consumer = ck.Consumer(consumer_settings(log, {}))
+    def __init__(self, uri: str) -> None:
+        log = parse_uri(uri)
+        assert isinstance(log, KafkaUri)
+        self._log = log
+        self._done = self._end = self._num_bytes = 0
+
+    def size(self) -> int:
+        """Return how many bytes the last :meth:`read` has got."""
+        return self._num_bytes
+
+    def read(self) -> float:
+        """Read them and drop them. Returns the seconds from the first fetch on."""
+        import confluent_kafka as ck
+
+        from torchrec_stream_ckpt.log.kafka.settings import consumer_settings
+
+        topic, self._num_bytes = self._log.data_topic, 0
+        consumer = ck.Consumer(consumer_settings(self._log, {}))
         try:
-            end = consumer.get_watermark_offsets(ck.TopicPartition(log.data_topic, 0))[1]
+            position, self._end = self._done, consumer.get_watermark_offsets(ck.TopicPartition(topic, 0))[1]
             begin_s = time.perf_counter()
-            consumer.assign([ck.TopicPartition(log.data_topic, 0, done)])
-            num_bytes[0] = 0
-            while done < end:
-                for message in consumer.consume(min(64, end - done), timeout=1):
+            consumer.assign([ck.TopicPartition(topic, 0, position)])
+            while position < self._end:
+                for message in consumer.consume(min(64, self._end - position), timeout=1):
                     if message.error() is None:
-                        done, num_bytes[0] = message.offset() + 1, num_bytes[0] + len(message.value())
+                        position, self._num_bytes = message.offset() + 1, self._num_bytes + len(message.value())
             return time.perf_counter() - begin_s
         finally:
             consumer.close()
 
-    return read, lambda: num_bytes[0]
+    def go_on(self) -> None:
+        self._done = self._end
+
+    def put(self, state: str) -> None:
+        """Do nothing: the broker has the records in its page cache."""
 
 
 def catch_up(args: Any, report: Report, name: str) -> None:
     shape = Shape((args.rows,) * args.tables, args.dim)
-    times: dict[str, list[float]] = {way: [] for way in (RAW, *MODES)}
-    order, sizes = random.Random(0), []
     with place(name, args, shape) as here:
-        read, size = raw_reader(here)
-        read()
+        log = RawFiles(here.folder) if name == "file" else RawConsumer(here.uri)
+        log.read()
+        log.go_on()
         for mode in MODES:
             here.replica.call("open", mode)
-        for number in range(-1, args.rounds):
-            for _ in range(args.away):
-                here.trainer.call("touch", args.rows // 10)
-            grown = size()
-            for way in order.sample((RAW, *MODES), 1 + len(MODES)):
-                taken = _on(cores()[1], read) if way == RAW else here.replica.call("advance", way)
-                if number >= 0:
-                    times[way].append(taken)
-            sizes.append(size() if name == "kafka" else grown)
-            wanted = here.trainer.call("digests")
-            if any(here.replica.call("digests", mode) != wanted for mode in MODES):
-                raise SystemExit("Error: a replica holds other bits than the trainer")
-            tell(f"{name}: round {number + 1} of {args.rounds}")
-    report.facts[f"{name}: bytes of the log since the replica was away"] = round(statistics.median(sizes))
-    report.add(f"{name}: catching up", Measured(times), RAW)
-    for mode in MODES:
-        share = report.ratio(f"{name}: catching up", mode)
-        found = 100 * share if share else None
-        report.goals.append(Goal.at_least(f"{name}, {mode}: of the speed of a {RAW}", OF_RAW_PERCENT, found, "%"))
+        for state in (DISK, CACHE) if name == "file" else ("",):
+            point = ", ".join(part for part in (name, state) if part) + ": catching up"
+            try:
+                times, sizes = _caught_up(args, here, log, state, point)
+            except UnavailableError as error:
+                report.leave_out(point, str(error))
+                continue
+            report.facts[f"{point}: bytes of the log since the replica was away"] = round(statistics.median(sizes))
+            report.add(point, Measured(times), RAW)
+            for mode in MODES:
+                share = report.ratio(point, mode)
+                found = 100 * share if share else None
+                what = ", ".join(part for part in (name, mode, state) if part)
+                report.goals.append(Goal.at_least(f"{what}: of the speed of a {RAW}", OF_RAW_PERCENT, found, "%"))
+
+
+def _caught_up(
+    args: Any, here: Place, log: RawFiles | RawConsumer, state: str, point: str
+) -> tuple[dict[str, list[float]], list[int]]:
+    """Return the seconds of each way, and the bytes of the log, by round."""
+    times: dict[str, list[float]] = {way: [] for way in (RAW, *MODES)}
+    sizes = []
+    for number in range(-1, args.rounds):
+        for _ in range(args.away):
+            here.trainer.call("touch", args.rows // 10)
+        for way in turns((RAW, *MODES), number):
+            log.put(state)
+            taken = _on(cores()[1], log.read) if way == RAW else here.replica.call("advance", way)
+            if number >= 0:
+                times[way].append(taken)
+        sizes.append(log.size())
+        log.go_on()
+        wanted = here.trainer.call("digests")
+        if any(here.replica.call("digests", mode) != wanted for mode in MODES):
+            raise SystemExit("Error: a replica holds other bits than the trainer")
+        tell(f"{point}: round {number + 1} of {args.rounds}")
+    return times, sizes
 
 
 def _on(pinned: set[int], call: Callable[[], float]) -> float:
