@@ -39,11 +39,8 @@ def fence_trainer(
         job.log.preflight()
         claim = fence_of(job.lineage, options.uri)
         fenced = job.lineage.newest_generation
-        if job.lineage.claims[fenced].mac and not job.control.signs:
-            raise ConfigError(
-                "this job has a commit key, so its trainer ignores an unsigned fence",
-                hint="pass the key with --commit-key-file",
-            )
+        why = "this job has a commit key, so its trainer ignores an unsigned fence"
+        job.control.require_key([job.lineage.claims[fenced]], why)
         answers = _check_end(job)
         if not yes:
             typer.confirm(f"End the trainer of generation {fenced} of {options.uri}?", abort=True, err=True)

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from shlex import quote
 from typing import TypeVar
@@ -72,6 +72,11 @@ class Control:
         """Offset at which to continue reading, after the last record."""
         self._lock = threading.Lock()
         self.copies = self._copies(*copies) if copies is not None else None
+
+    def require_key(self, claims: Iterable[Claim], message: str) -> None:
+        """Raise ConfigError with this message if a CLAIM is signed, but there is no key here."""
+        if any(claim.mac for claim in claims) and not self.signs:
+            raise ConfigError(message, hint="pass the key with --commit-key-file FILE")
 
     @property
     def lineage(self) -> Lineage:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.format.folding import Folded, body_of, is_snapshot, lineage_of, snapshot_of
 from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, unpack
 from torchrec_stream_ckpt.log.api import Log
@@ -64,10 +64,7 @@ def shorten_control(log: Log, control: Control, *, at_once: bool = False) -> Sho
     lineage = control.refresh()
     if not lineage.claims:
         return Shortened(None, log.control_base())
-    if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
-        raise ConfigError(
-            "this job has a commit key and ignores unsigned snapshots", hint="pass --commit-key-file FILE"
-        )
+    control.require_key(lineage.claims.values(), "this job has a commit key and ignores unsigned snapshots")
     standing, behind = _look(control)
     newest = standing[-1] if standing else None
     upto = None

@@ -77,11 +77,8 @@ def trim_log(
     control.check_copy()  # a generation whose COMMITs are lost would look like a dead one
     lineage = control.refresh()
     trim = _giving_up(lineage, _trim_of(lineage, [marker, *others], store_url), given_up)
-    if any(claim.mac for claim in lineage.claims.values()) and not control.signs:
-        raise ConfigError(
-            "this job has a commit key: its trainer ignores an unsigned TRIM, and then misses the trimmed data",
-            hint="pass the key with --commit-key-file",
-        )
+    why = "this job has a commit key: its trainer ignores an unsigned TRIM, and then misses the trimmed data"
+    control.require_key(lineage.claims.values(), why)
     incarnation = _incarnation(log)
     plan = log.trim(
         trim_range(lineage, _furthest(lineage.trims.reach.values(), trim.markers), incarnation), dry_run=True

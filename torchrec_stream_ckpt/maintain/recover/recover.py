@@ -73,8 +73,7 @@ def recover(log: Log, control: Control, objects: Objects, uri: str, job: bytes |
     check_store(objects, mend=True)
     job = job or _job_of(log, control, objects, uri)
     known = Known.of(log, control, objects, job)
-    if any(claim.mac for claim in known.claims) and not control.signs:
-        raise ConfigError("this job has a commit key, which recovery requires", hint="pass it with --commit-key-file")
+    control.require_key(known.claims, "this job has a commit key, which recovery requires")
     if _has_rows(log, known):
         appended = put_back(log, control, objects, uri, known)
         lineage = control.refresh()
