@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError
+from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError, StreamCkptError
 from torchrec_stream_ckpt.format.dense_proof import MODULUS
 from torchrec_stream_ckpt.format.entry_digests import DenseProof, is_blob
 from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.util.types import MarkerId
+
+E = TypeVar("E", bound=StreamCkptError)
 
 _NAMED = 8
 """Most entries that a message names."""
@@ -67,13 +70,7 @@ class DenseMarks:
     @staticmethod
     def damaged(entries: Sequence[DifferingEntry], marker: MarkerId) -> CorruptionError:
         """Return the error of a reader of files. Arguments are those of :func:`not_as_proved`."""
-        return CorruptionError(
-            _said(entries),
-            hint="restore an older marker",
-            marker=marker,
-            entry=entries[0].name,
-            rank=entries[0].ranks[0],
-        )
+        return _error(CorruptionError, entries, marker, "restore an older marker")
 
 
 def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofMismatchError:
@@ -83,16 +80,12 @@ def not_as_proved(entries: Sequence[DifferingEntry], marker: MarkerId) -> ProofM
         entries: Differing entries, at least one.
         marker: The marker of the entries.
     """
-    return ProofMismatchError(
-        _said(entries),
-        hint="restore an older marker, or continue with this dense state: restore(..., accept_unproved=True)",
-        marker=marker,
-        entry=entries[0].name,
-        rank=entries[0].ranks[0],
-    )
+    hint = "restore an older marker, or continue with this dense state: restore(..., accept_unproved=True)"
+    return _error(ProofMismatchError, entries, marker, hint)
 
 
-def _said(entries: Sequence[DifferingEntry]) -> str:
+def _error(kind: type[E], entries: Sequence[DifferingEntry], marker: MarkerId, hint: str) -> E:
     named = "; ".join(map(str, entries[:_NAMED]))
     more = f"; and {len(entries) - _NAMED} more" if len(entries) > _NAMED else ""
-    return f"dense state differs from its state at the cut: {named}{more}"
+    said, first = f"dense state differs from its state at the cut: {named}{more}", entries[0]
+    return kind(said, hint=hint, marker=marker, entry=first.name, rank=first.ranks[0])
