@@ -5,6 +5,9 @@ Every error reports what failed, where (table, generation, rank, seq, offset, pa
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 TORCH_HINT = (
     "pip install 'torchrec_stream_ckpt[cuda]', or without a GPU: "
     "pip install 'torchrec_stream_ckpt[cpu]' && pip install --no-deps torchrec==1.9.2"
@@ -164,3 +167,14 @@ class ProofMismatchError(StreamCkptError):
 
 class CommitUnknownError(StreamCkptError):
     """It is unknown whether the COMMIT arrived. Read the log once it answers again."""
+
+
+@contextmanager
+def located(hint: str = "", **where: object) -> Iterator[None]:
+    """Add coordinates, and a hint, to a CorruptionError of the block. Those that it has stay."""
+    try:
+        yield
+    except CorruptionError as error:
+        error.hint = error.hint or hint
+        error.where = {**{key: value for key, value in where.items() if value is not None}, **error.where}
+        raise

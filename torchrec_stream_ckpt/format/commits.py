@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, M
 from itertools import islice
 from typing import Any, TypeAlias
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import located
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -141,10 +141,8 @@ def _opened(marker: MarkerId, frame: bytes) -> Commit:
     Raises:
         CorruptionError: a field is invalid; the error names the marker.
     """
-    try:
+    with located(marker=marker):
         return open_commit(frame)
-    except CorruptionError as error:
-        raise CorruptionError(error.message, hint=error.hint, **{**error.where, "marker": marker}) from None
 
 
 class CommitValues(ValuesView[Commit]):

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias
 
-from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError
+from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError, located
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.claim_features import IDS
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList, check_files
@@ -364,23 +364,17 @@ def parse_control(frame: Buffer, offset: int | None = None, *, serving: bool = F
         CorruptionError: the bytes are invalid, or the frame does not belong in this partition.
         ServingStreamError: the log is a serving stream, and the reader does not accept one.
     """
-    try:
-        return _parse_control(frame, serving=serving)
-    except CorruptionError as error:
-        raise CorruptionError(error.message, hint=error.hint, **{"control_offset": offset, **error.where}) from None
-
-
-def _parse_control(frame: Buffer, *, serving: bool) -> ControlRecord:
-    header = parse_header(frame)
-    payload = payload_of(header, frame)
-    if header.kind is Kind.SERVE and not serving:
-        raise ServingStreamError(
-            "this is a serving stream: its rows are lossy, and have no optimizer state",
-            hint="use the trainer's log; to follow a serving stream, run stream-ckpt follow",
-        )
-    if header.kind not in _KINDS:
-        raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
-    return _KINDS[header.kind].from_json(header, payload)
+    with located(control_offset=offset):
+        header = parse_header(frame)
+        payload = payload_of(header, frame)
+        if header.kind is Kind.SERVE and not serving:
+            raise ServingStreamError(
+                "this is a serving stream: its rows are lossy, and have no optimizer state",
+                hint="use the trainer's log; to follow a serving stream, run stream-ckpt follow",
+            )
+        if header.kind not in _KINDS:
+            raise CorruptionError(f"{header.kind.name} frame in the control partition", **header.place())
+        return _KINDS[header.kind].from_json(header, payload)
 
 
 def _check_place(what: str, place: str) -> None:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Self, TypeAlias, get_args, get_type_hints
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, located
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.fields import record_of
 from torchrec_stream_ckpt.format.frame import Buffer
@@ -469,10 +469,8 @@ def _codec(hint: object) -> Codec:
     kind = get_args(hint)[0]
 
     def read(item: object, where: str) -> Any:
-        try:
+        with located(name=where):
             return record_of(item, kind, "rows")
-        except CorruptionError as error:
-            raise CorruptionError(error.message, name=where) from None
 
     return _dicts, _each(read)
 

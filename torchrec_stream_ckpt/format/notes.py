@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import CorruptionError, located
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.fields import Fields
 from torchrec_stream_ckpt.format.frame import NEWEST_VERSION
@@ -32,9 +32,8 @@ class Notes:
             CorruptionError: the bytes are not valid notes.
         """
         try:
-            return _in_two(data) or _as_one(data)
-        except CorruptionError as error:
-            raise CorruptionError(error.message, name=where) from None
+            with located(name=where):
+                return _in_two(data) or _as_one(data)
         except RecursionError:
             raise CorruptionError("notes are nested too deeply", name=where) from None
 

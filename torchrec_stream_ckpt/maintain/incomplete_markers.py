@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, located
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import Dropped
@@ -73,10 +73,8 @@ def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:
     if there is None or bytes(there) == frame:
         return
     hint = "stream-ckpt scrub URI --store URL --repair"
-    try:
+    with located(hint, store=objects.url, name=name):
         found = parse_control(there)
-    except CorruptionError as error:
-        raise CorruptionError(error.message, hint=hint, store=objects.url, name=name) from None
     if not isinstance(found, Claim) or (found.job, found.generation) != (commit.job, commit.generation):
         raise CorruptionError(
             "CLAIM does not match its file name (wrong or renamed object)", hint=hint, store=objects.url, name=name

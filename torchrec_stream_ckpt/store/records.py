@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from crc32c import crc32c
 
-from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
+from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, located
 from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
 from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Buffer, parse_header
@@ -166,10 +166,8 @@ def check_copy(objects: Objects, name: CopyName) -> int:
     ):
         raise CorruptionError("offsets of control records do not match the name of their object", name=name.name)
     for offset, record in entries:
-        try:
+        with located(name=name.name, offset=offset):
             parse_control(record, serving=True)
-        except CorruptionError as error:
-            raise CorruptionError(error.message, name=name.name, offset=offset) from None
     return len(data)
 
 

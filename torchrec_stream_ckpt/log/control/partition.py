@@ -19,6 +19,7 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     MarkerFailedError,
     PrunedError,
+    located,
 )
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim
 from torchrec_stream_ckpt.format.end_note import End, Note
@@ -98,11 +99,8 @@ class Control:
             CorruptionError: a record is damaged; nothing else says which markers exist.
             ConfigError: there are records, and the commit key vouches for none of them.
         """
-        with self._lock:
-            try:
-                self._read_on(last)
-            except CorruptionError as error:
-                raise type(error)(error.message, hint=error.hint or self.records.hint, **error.where) from None
+        with self._lock, located(self.records.hint):
+            self._read_on(last)
         lineage = self.lineage
         if lineage.unsigned and not lineage.claims:
             raise ConfigError(

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, located
 from torchrec_stream_ckpt.find.holdings import Holdings
 from torchrec_stream_ckpt.format.claim_references import nobodys
 from torchrec_stream_ckpt.format.control import Claim, Commit, ControlRecord, Trim
@@ -213,10 +213,8 @@ def folded(control: Control) -> Folded:
     Raises:
         CorruptionError: a record is damaged.
     """
-    try:
+    with located(control.records.hint):
         return control.records.fold_again()
-    except CorruptionError as error:
-        raise CorruptionError(error.message, hint=control.records.hint, **error.where) from None
 
 
 def in_order(lineage: Lineage) -> Iterator[Claim | Commit]:

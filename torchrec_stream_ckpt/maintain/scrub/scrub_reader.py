@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError, located
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -268,10 +268,8 @@ class ScrubReader:
 
     def _claim(self, name: str, generation: int) -> Iterator[int]:
         data = bytes(self._objects.read(name))
-        try:
+        with located(name=name):
             claim = parse_control(data)
-        except CorruptionError as error:
-            raise CorruptionError(error.message, name=name) from None
         found = (claim.job, claim.generation) if isinstance(claim, Claim) else None
         _check_is(found, (self.catalog.job, generation), name)
         known = self.lineage.claims.get(generation)
