@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -35,7 +35,7 @@ from torchrec_stream_ckpt.errors import (
     ReplicaNotReadyError,
 )
 from torchrec_stream_ckpt.extras.follower.updates import Update
-from torchrec_stream_ckpt.inner import Control, open_store
+from torchrec_stream_ckpt.inner import Control, Log, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR
 
 
@@ -130,6 +130,30 @@ def test_a_tail_without_rows_that_the_log_has_lost_is_no_lost_marker(job: Job, e
     job.touch()
     last = job.commit()
     assert eager.catch_up()[-1] == (MARKER, "2:1")
+    assert eager.image == truth(job, last.id)
+
+
+def test_rows_are_not_taken_back_because_a_broker_that_is_cut_off_reports_an_older_end(
+    job: Job, eager: Replica, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.commit()
+    eager.catch_up()
+    job.touch()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS]
+    newest, old = type(job.log).ends, job.log.ends(1, [0, 1])
+
+    def ends(log: Log, generation: int, partitions: Collection[int], known: Mapping[int, int]) -> dict[int, int]:
+        return newest(log, generation, partitions) if any(known[each] > old[each] for each in known) else old
+
+    monkeypatch.setattr(type(job.log), "ends", ends)
+    job.touch()
+    marker = job.commit()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS, MARKER]
+    job.touch()
+    assert [kind for kind, _ in eager.catch_up()] == [ROWS]
+    last = job.commit()
+    assert [kind for kind, _ in eager.catch_up()][-1] == MARKER
+    assert last.id > marker.id
     assert eager.image == truth(job, last.id)
 
 

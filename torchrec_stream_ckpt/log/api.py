@@ -241,10 +241,16 @@ class Log(LogReader, Protocol):
             LogUnavailableError: the log does not answer.
         """
 
-    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+    def ends(self, generation: int, partitions: Collection[int], known: Mapping[int, int] = {}) -> dict[int, int]:
         """Return the current ends of a generation's possible data, by data partition. 0 if it has no data yet.
 
         This is for readers of data that no marker has. A log of files may end inside a frame that is being written.
+
+        Args:
+            generation: The generation.
+            partitions: Data partitions.
+            known: Ends that some of them have had. An older end counts only if the newest leader reports it: one that
+                is cut off from the other brokers still answers.
 
         Raises:
             LogUnavailableError: the log does not answer.

@@ -140,7 +140,7 @@ class FileLog:
             for offset, frame in frames(path, begin - base, end - base):
                 yield base + offset, frame
 
-    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+    def ends(self, generation: int, partitions: Collection[int], known: Mapping[int, int] = {}) -> dict[int, int]:
         folders = {partition: partition_dir(self._root, partition) for partition in partitions}
         return {
             partition: max((end for _, _, end in segments(folder, generation)), default=0) if folder.is_dir() else 0

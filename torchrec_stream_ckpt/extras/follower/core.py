@@ -404,10 +404,10 @@ class Follower:
         if update is not None:
             yield update
 
-    def _read_on(self, lineage: Lineage, at: Commit) -> Update | None:
-        """Read the rows that the tail has now; returns None if the tail has no new rows."""
+    def _read_on(self, lineage: Lineage, at: Commit, upto: Commit | None = None) -> Update | None:
+        """Read the rows that the tail has now, at least ``upto`` a marker; returns None if the tail has no new rows."""
         assert self._tail is not None
-        rows = self._tail.read()
+        rows = self._tail.read(upto)
         schema = lineage.claims[at.generation].schema
 
         def changes() -> Iterator[Changed]:
@@ -441,7 +441,7 @@ class Follower:
             return False
         if target.generation == at.generation and not self._tail.is_undone:
             try:
-                while not self._tail.reaches(target) and (update := self._read_on(lineage, at)) is not None:
+                while not self._tail.reaches(target) and (update := self._read_on(lineage, at, target)) is not None:
                     yield update
             except CorruptionError as error:
                 log.warning("rows after marker %s cannot be read: %s", at.id, error.headline)

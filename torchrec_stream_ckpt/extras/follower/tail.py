@@ -121,10 +121,13 @@ class Tail:
             found.setdefault(table, []).append(ids)
         return {table: np.unique(np.concatenate(ids)) for table, ids in found.items()}
 
-    def read(self) -> list[Rows]:
+    def read(self, upto: Commit | None = None) -> list[Rows]:
         """Return the rows that have arrived since those that were :meth:`taken`, in order.
 
         They are returned again until they are taken.
+
+        Args:
+            upto: A committed marker whose rows are needed.
 
         Raises:
             StreamLostError: rows that were read are no longer in the log.
@@ -133,7 +136,7 @@ class Tail:
         """
         self._pending, self._offsets, self.has_more = [], {}, False
         partitions = {stream.partition for stream in self._streams.values()}
-        ends = self._log.ends(self._claim.generation, partitions)
+        ends = self._log.ends(self._claim.generation, partitions, self._known_ends(upto))
         for partition in sorted(partitions):
             mine = {rank: stream for rank, stream in self._streams.items() if stream.partition == partition}
             begin = min(stream.offset for stream in mine.values())
@@ -151,6 +154,13 @@ class Tail:
     def id_events(self) -> list[tuple[Header, IdEvents]]:
         """Id events that the last :meth:`read` has found, with their headers, in the order of each rank's stream."""
         return [(header, events) for _, header, events in self._pending if isinstance(events, IdEvents)]
+
+    def _known_ends(self, upto: Commit | None) -> dict[int, int]:
+        """Return the end that each partition has had, judging by the rows that were read and by a marker."""
+        known = {end.partition: end.end for end in upto.ranks} if upto is not None else {}
+        for each in self._streams.values():
+            known[each.partition] = max(each.offset + each.has_read, known.get(each.partition, 0))
+        return known
 
     def _check_end(self, partition: int, streams: Mapping[int, _Stream], end: int) -> None:
         """Check that the rows that were read still exist: a log that has lost its tail may later grow past it with

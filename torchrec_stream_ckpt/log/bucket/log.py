@@ -212,7 +212,7 @@ class BucketLog:
                 return f"{self.uri}/{object_name(*stream, begin)}", span.begin - begin
         return f"{self.uri}/{object_name(*stream, span.begin)}", 0
 
-    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
+    def ends(self, generation: int, partitions: Collection[int], known: Mapping[int, int] = {}) -> dict[int, int]:
         with of_log("cannot read the bucket log"):
             return {partition: self._end_of((generation, partition)) for partition in partitions}
 

@@ -89,8 +89,11 @@ class KafkaLog(Presence):
         records = self._reader.read(self._data_topic, span.partition, span.begin, span.end)
         return ((offset, memoryview(value)) for offset, value in records)
 
-    def ends(self, generation: int, partitions: Collection[int]) -> dict[int, int]:
-        return {partition: edge.high for partition, edge in self._brokers.edges(self._data_topic, partitions).items()}
+    def ends(self, generation: int, partitions: Collection[int], known: Mapping[int, int] = {}) -> dict[int, int]:
+        edges = self._brokers.edges(self._data_topic, partitions)
+        if any(edges[partition].high < end for partition, end in known.items()):
+            edges = self._brokers.newest_edges(self._data_topic, edges)
+        return {partition: edge.high for partition, edge in edges.items()}
 
     def watch(self) -> Arrivals:
         arrivals = Arrivals(self._brokers)
