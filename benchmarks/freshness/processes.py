@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import closing
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from common import fresh_processes
 from job import Shape, build, join_group
 
 from torchrec_stream_ckpt import FollowedTables, StreamCheckpointer, StreamConfig, follow
+from torchrec_stream_ckpt.log.api import open_log
 
 Seen = tuple[float, bytes]
 """A time of the clock that all processes of a host share, and the bits of the probe row then."""
@@ -26,7 +28,7 @@ _LOOK_S = 0.0005
 _LOOKUP_ROWS = 64
 _WAIT_S = 120.0
 _IDLE_S = 0.5
-CPU = "CPU"
+CPU, CLOCK = "CPU", "clock"
 _TURN_S = 0.01
 """Time in which a replica looks at a log once at most. Work that is no follower's has turns of the same length."""
 _LOOP = 10_000
@@ -42,7 +44,7 @@ def cores() -> tuple[set[int], set[int]]:
 
 
 def used() -> dict[str, float]:
-    """Return what this process has used so far, all threads: seconds of CPU, and counts of its work.
+    """Return what this process has used so far, all threads: seconds of CPU and of the clock, and counts of its work.
 
     Switches are those of the kernel: of a thread that waits for something, and of one that has to leave its core.
     Reads and writes are system calls of these names; a Kafka client uses others.
@@ -51,6 +53,7 @@ def used() -> dict[str, float]:
     calls = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return {
         CPU: time.process_time(),
+        CLOCK: time.monotonic(),
         "waits": own.ru_nvcsw,
         "interruptions": own.ru_nivcsw,
         "page faults": own.ru_minflt + own.ru_majflt,
@@ -258,11 +261,23 @@ class Replica:
     def start(self, mode: str) -> None:
         """Follow on a thread while nobody reads."""
         self._tables[mode, False].start()
+
+    def reset(self) -> None:
         self._before = used()
 
     def used(self) -> dict[str, float]:
-        """Return what this process has used since :meth:`start`."""
+        """Return what this process has used since :meth:`reset`."""
         return since(self._before)
+
+    def wait(self) -> None:
+        """Wait for news of the log on a thread, as a follower in ``rows`` mode does, and read nothing."""
+        self._begin(self._wait)
+
+    def _wait(self) -> None:
+        with closing(open_log(self._uri)) as log, closing(log.watch()) as watch:
+            while not self._stop.is_set():
+                watch.wait(_TURN_S, [0])
+                time.sleep(_TURN_S)
 
     def work(self, share: float) -> None:
         """Write rows of a table that nobody follows, on a thread, for a share of the time of its core. Read no log."""
@@ -330,10 +345,10 @@ class Replica:
             time.sleep(0.02)
 
     def found(self) -> list[Any]:
-        """End the reader. Returns what it has found."""
+        """End the thread, if there is one. Returns what it has found."""
         self._stop.set()
-        assert self._reader is not None
-        self._reader.join(_WAIT_S)
+        if self._reader is not None:
+            self._reader.join(_WAIT_S)
         return list(self._found)
 
 

@@ -46,14 +46,14 @@ from common import (  # noqa: E402
     tell,
 )
 from job import Shape  # noqa: E402
-from processes import CPU, Remote, Replica, Seen, Trainer, cores  # noqa: E402
+from processes import CLOCK, CPU, Remote, Replica, Seen, Trainer, cores  # noqa: E402
 
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri  # noqa: E402
 
 MODES = ("rows", "markers")
 PARTS = ("age", "cpu", "catch-up", "pause")
 AGE_MS, PAUSE_MS, CPU_PERCENT, OF_RAW_PERCENT = 100, 5, 0.5, 60
-NOBODY, AGAIN, STRANGER, RAW = "no follower", "no follower, again", "other work", "raw read"
+NOBODY, AGAIN, WAITS, STRANGER, RAW = "no follower", "no follower, again", "waits alone", "other work", "raw read"
 DISK, CACHE = "from the disk", "from the page cache"
 P50, P99, WORST = "p50", "p99", "worst"
 
@@ -158,7 +158,7 @@ def age(args: Any, report: Report, name: str) -> None:
 
 def cpu(args: Any, report: Report, name: str) -> None:
     shape = Shape((args.rows,) * args.tables, args.dim)
-    ways = (NOBODY, AGAIN, STRANGER, *MODES)
+    ways = (NOBODY, AGAIN, WAITS, STRANGER, *MODES)
     trainer: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
     follower: dict[str, list[float]] = {mode: [] for mode in MODES}
     with place(name, args, shape, args.marker_s) as here:
@@ -170,21 +170,9 @@ def cpu(args: Any, report: Report, name: str) -> None:
         share = 0.0
         for number in range(-1, args.rounds):
             for way in turns(ways, number):
-                here.replica.call("open", way if way in MODES else MODES[0])  # so that the trainer rests before each
-                if way in MODES:
-                    here.replica.call("start", way)
-                else:
-                    here.replica.call("release")
-                if way == STRANGER:
-                    here.replica.call("work", share)
-                begin = time.monotonic()
-                _, used = here.trainer.call("train", args.steps, args.ids)
-                if way in MODES:
-                    theirs = here.replica.call("used")[CPU]
-                    share = theirs / (time.monotonic() - begin) if way == MODES[0] else share
-                    here.replica.call("release")
-                elif way == STRANGER:
-                    here.replica.call("found")
+                used, theirs = _trained(args, here, way, share)
+                if way == MODES[0]:
+                    share = theirs / used[CLOCK]
                 if number < 0:
                     continue
                 trainer[way].append({what: value / args.steps for what, value in used.items()})
@@ -194,14 +182,44 @@ def cpu(args: Any, report: Report, name: str) -> None:
     point = f"{name}: CPU of the trainer, a step"
     report.add(point, Measured({way: [each[CPU] for each in rounds] for way, rounds in trainer.items()}), NOBODY)
     report.add(f"{name}: CPU of the follower, a step", Measured(follower), "none")
+    counts = [what for what in trainer[NOBODY][0] if what not in (CPU, CLOCK)]
     report.facts[f"{name}: work of the trainer, a step"] = {
-        way: {what: round(statistics.median(each[what] for each in rounds), 3) for what in rounds[0] if what != CPU}
+        way: {what: round(statistics.median(each[what] for each in rounds), 3) for what in counts}
         for way, rounds in trainer.items()
     }
     for mode in MODES:
         ratio = report.ratio(point, mode)
         more = None if ratio is None else 100 * (1 / ratio - 1)
         report.goals.append(Goal.at_most(f"{name}, {mode}: CPU of the trainer, more", CPU_PERCENT, more, "%"))
+
+
+def _trained(args: Any, here: Place, way: str, share: float) -> tuple[dict[str, float], float]:
+    """Train with a follower, without one, or next to what takes its place.
+
+    Args:
+        args: The arguments.
+        here: The trainer, which rests before, and the replica.
+        way: A mode of a follower, or one of the others.
+        share: (other work) Share of the time of the replica's core.
+
+    Returns:
+        What the trainer has used, and the seconds of CPU of the replica's process.
+    """
+    replica = here.replica
+    replica.call("open", way if way in MODES else MODES[0])
+    if way in MODES:
+        replica.call("start", way)
+    else:
+        replica.call("release")
+    if way == STRANGER:
+        replica.call("work", share)
+    elif way == WAITS:
+        replica.call("wait")
+    replica.call("reset")
+    used: dict[str, float] = here.trainer.call("train", args.steps, args.ids)[1]
+    theirs: float = replica.call("used")[CPU]
+    replica.call("release" if way in MODES else "found")
+    return used, theirs
 
 
 # Catching up.

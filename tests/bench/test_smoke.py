@@ -97,7 +97,7 @@ def test_the_pauses_of_readers_are_filed(tmp_path: Path) -> None:
 )
 def test_a_replica_of_each_log_is_measured(part: str, tmp_path: Path) -> None:
     found = measured(run("freshness/run.py", f"--quick --part {part}", tmp_path))
-    ways = {"rows", "markers"}
+    ways, others = {"rows", "markers"}, {"no follower", "no follower, again", "waits alone", "other work"}
     wanted = {
         "age": {
             f"{log}, {mode}{rest}": QUANTILES
@@ -106,10 +106,7 @@ def test_a_replica_of_each_log_is_measured(part: str, tmp_path: Path) -> None:
             for rest in ("", ", 20 ms between steps")
         },
         "cpu": {f"{log}: CPU of the follower, a step": ways for log in ("file", "kafka")}
-        | {
-            f"{log}: CPU of the trainer, a step": {"no follower", "no follower, again", "other work", *ways}
-            for log in ("file", "kafka")
-        },
+        | {f"{log}: CPU of the trainer, a step": {*others, *ways} for log in ("file", "kafka")},
         "catch-up": {
             f"{log}: catching up": {"raw read", *ways}
             for log in ("file, from the disk", "file, from the page cache", "kafka")
