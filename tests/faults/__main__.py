@@ -23,6 +23,7 @@ from tests.faults import (
     disks,
     frozen,
     kills,
+    leaders,
     materializer,
     partitions,
     power,
@@ -75,6 +76,7 @@ SCENARIOS: tuple[Callable[[Form], None], ...] = (
     partitions.of_brokers,
     partitions.of_trainers,
     partitions.of_leaders_and_followers,
+    leaders.of_followers,
 )
 LIBRARIES = ("torch", "torchrec", "fbgemm-gpu-cpu", "confluent-kafka")
 

@@ -126,10 +126,10 @@ class Node:
     def alive(self) -> bool:
         return self._process is not None and self._process.alive()
 
-    def kill(self) -> bool:
-        """SIGKILL; whether it ran, and is gone."""
-        ran = self._process is not None and self._process.send(signal.SIGKILL)
-        return ran and self._process is not None and self._process.wait(20)
+    def kill(self, signum: signal.Signals = signal.SIGKILL) -> bool:
+        """End it; whether it ran, and is gone."""
+        ran = self._process is not None and self._process.send(signum)
+        return ran and self._process is not None and self._process.wait(60)
 
     def lose_disk(self) -> None:
         """All that it has stored is gone."""

@@ -22,7 +22,7 @@ from torchrec_stream_ckpt import MarkerId, StreamConfig, Takeover
 from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.store.catalog import Catalog
 
-_CLI = "from torchrec_stream_ckpt.cli.main import main; main()"
+CLI = "from torchrec_stream_ckpt.cli.main import main; main()"
 
 
 def stand_by(settings: StreamConfig, truths: Path, takeover: Takeover) -> tuple[str, list[str], str]:
@@ -45,7 +45,7 @@ def stand_by(settings: StreamConfig, truths: Path, takeover: Takeover) -> tuple[
 def materializing(site: Site, subject: Subject) -> Iterator[None]:
     """A materializer on its host; it lives through the block."""
     uri, store = str(subject.settings.uri), str(subject.settings.store)
-    command = site.network["materializer"].command(sys.executable, "-c", _CLI, "materialize", uri, "--store", store)
+    command = site.network["materializer"].command(sys.executable, "-c", CLI, "materialize", uri, "--store", store)
     with (subject.directory / "materializer.out").open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -53,10 +54,13 @@ class Orders:
     close_s: float = 0.0
     """What ``close`` is given then."""
 
+    keeps_all: bool = False
+    """Whether the truth of every step is kept: a reader of rows may see any of them."""
+
     @property
     def memory(self) -> int:
         """How many steps the truth of a step is kept at which no marker has been cut."""
-        return 50 if self.scale == 1 else 8
+        return (50 if self.scale == 1 else 8) if not self.keeps_all else sys.maxsize
 
 
 def live(orders: Orders) -> None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 
 from tests import ranks
 from tests.faults.board import Row
 from tests.faults.cluster import Node
 from tests.faults.followers import followers_are_cut_off
 from tests.faults.live import restore_each
+from tests.faults.replicas import all_serve, following
 from tests.faults.sites import BROKERS, COMMIT_TIMEOUT_S, HOLD_S, LIFE_S, REFUSALS, Site, site, topic_of
 from tests.faults.subject import ASKED_S, PATIENCE_S, PEERS_S, Form, Incarnation, Subject
 from tests.faults.survivors import check_bounds, goes_on_or_ends, said_by
@@ -28,6 +30,10 @@ WAITED_FOR = re.compile(r"RankLostError: .*(has waited [0-9]+ s in|it has lost) 
 """An error that names the rank that was waited for."""
 Fault = Callable[[Site, Subject, Incarnation, Row], None]
 """Does harm to hosts while the job trains on, and heals it; notes what shows that it happened."""
+
+
+def leader_of(site: Site, subject: Subject, kind: str) -> int:
+    return site.partitions(topic_of(subject, kind))[0][0]
 
 
 def until_one_fails(job: Incarnation, row: Row, *named: str) -> None:
@@ -43,14 +49,14 @@ def until_one_fails(job: Incarnation, row: Row, *named: str) -> None:
 
 def trainer_and_leader(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
     """The trainer loses the broker that takes rank 0's rows; the brokers themselves see each other."""
-    leader, _ = site.partitions(topic_of(subject, "data"))[0]
+    leader = leader_of(site, subject, "data")
     with site.cut("trainer", f"broker-{leader}"):
         until_one_fails(job, row, site.cluster.brokers[leader].host.address, "cannot be reached")
 
 
 def trainer_and_control_leader(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
     """Rows are acknowledged, and no COMMIT is."""
-    leader, _ = site.partitions(topic_of(subject, "control"))[0]
+    leader = leader_of(site, subject, "control")
     with site.cut("trainer", f"broker-{leader}"):
         until_one_fails(job, row)
 
@@ -60,28 +66,30 @@ def trainer_and_all_brokers(site: Site, subject: Subject, job: Incarnation, row:
         until_one_fails(job, row, "cannot be reached")
 
 
-def leader_and_its_peers(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
-    """The trainer alone still sees a leader that another one has followed: what that one takes must not count."""
-    leader, _ = site.partitions(topic_of(subject, "data"))[0]
+def leader_and_its_peers(kind: str, site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+    """Trainer and followers alone still see a leader that another one has followed: what that one takes must not count,
+    and what it lacks must still be served."""
+    leader = leader_of(site, subject, kind)
     others = [number for number in site.cluster.brokers if number != leader]
     with site.cut(f"broker-{leader}", "controller", *(f"broker-{number}" for number in others)):
-        follower = lambda: site.partitions(topic_of(subject, "data"), others[0])[0][0]  # noqa: E731
+        follower = lambda: site.partitions(topic_of(subject, kind), others[0])[0][0]  # noqa: E731
         job.wait("another broker leads", lambda: follower() in others, HOLD_S, every_s=ASKED_S)
         row.fired += 1
         before = len(job.reported())
         job.wait("markers go on without it", lambda: len(job.reported()) > before + 2, HOLD_S)
+        job.wait("followers go on without it", lambda: all_serve(subject, job.reported()[before + 1]), HOLD_S)
     site.await_in_sync(subject, set(site.cluster.brokers))
 
 
 def broker_loses_its_disk(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
-    leader, _ = site.partitions(topic_of(subject, "data"))[0]
+    leader = leader_of(site, subject, "data")
     _power_off(site, job, leader, row, Node.lose_disk)
     site.await_in_sync(subject, set(site.cluster.brokers))
 
 
-def broker_loses_power(site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
+def broker_loses_power(kind: str, site: Site, subject: Subject, job: Incarnation, row: Row) -> None:
     """And with it what its disk had not been given: the end of every partition."""
-    leader, _ = site.partitions(topic_of(subject, "control"))[0]
+    leader = leader_of(site, subject, kind)
     _power_off(site, job, leader, row, lambda node: lose_unsynced(node, topic_of(subject, "")))
     site.await_in_sync(subject, set(site.cluster.brokers))
 
@@ -111,9 +119,9 @@ FAULTS: dict[str, Fault] = {
     "partition: trainer | leader of its rows": trainer_and_leader,
     "partition: trainer | leader of the control partition": trainer_and_control_leader,
     "partition: trainer | all brokers": trainer_and_all_brokers,
-    "partition: leader | other brokers and controller": leader_and_its_peers,
+    "partition: leader | other brokers and controller": partial(leader_and_its_peers, "data"),
     "power and disk of one broker of three": broker_loses_its_disk,
-    "power of one broker of three, with what it had not synced": broker_loses_power,
+    "power of one broker of three, with what it had not synced": partial(broker_loses_power, "control"),
 }
 
 IN_SHORT = (
@@ -124,25 +132,33 @@ IN_SHORT = (
 """Those that the tests run."""
 
 
-def hosts_fail(form: Form, site: Site, *names: str) -> None:
-    """One job lives through faults: no marker lost, no future beyond its bound, and new markers after each."""
+def hosts_fail(form: Form, site: Site, *names: str, faults: Mapping[str, Fault] = FAULTS) -> None:
+    """One job lives through faults: no marker lost, no future beyond its bound, and new markers after each.
+
+    Two followers live through them, too, and serve nothing that was not trained.
+    """
     subject = site.job(form, "hosts")
     since: list[tuple[int, Row]] = []
     # Each marker is read whole and compared afterwards: a long job may not commit several a second.
-    pause_s = 0.5 if form.full else 0.3
-    with subject.living(form.board.row(names[-1]), team=(2, PLAN_2), pause_s=pause_s, life_s=2 * LIFE_S) as job:
-        job.await_reports(1)
-        for name in names:
-            row = form.board.rows[name] if any(row.fault == name for _, row in since) else form.board.row(name)
-            row.injected += 1
-            since.append((len(job.reported()), row))
-            settled = len(job.lines("took_s"))
-            FAULTS[name](site, subject, job, row)
-            healed = time.monotonic()
-            job.await_reports(2)
-            row.remark = f"two more markers came {time.monotonic() - healed:.0f} s after it healed"
-            check_bounds(job, row, settled, COMMIT_TIMEOUT_S)
-        reported = job.reported()
+    how = {"team": (2, PLAN_2), "pause_s": 0.5 if form.full else 0.3, "life_s": 2 * LIFE_S, "keeps_all": True}
+    with following(site, subject) as replicas:
+        with subject.living(form.board.row(names[-1]), **how) as job:
+            job.await_reports(1)
+            for name in names:
+                row = form.board.rows[name] if any(row.fault == name for _, row in since) else form.board.row(name)
+                row.injected += 1
+                since.append((len(job.reported()), row))
+                replicas.begin(row)
+                settled = len(job.lines("took_s"))
+                faults[name](site, subject, job, row)
+                healed = time.monotonic()
+                job.await_reports(2)
+                row.remark = f"two more markers came {time.monotonic() - healed:.0f} s after it healed"
+                replicas.await_marker(job.reported()[-1])
+                row.remark += f", followers served them after {time.monotonic() - healed:.0f} s"
+                check_bounds(job, row, settled, COMMIT_TIMEOUT_S)
+            reported = job.reported()
+        replicas.end()
     for position, marker in enumerate(reported):
         subject.reported[marker] = next((row for begin, row in reversed(since) if position >= begin), since[0][1])
     subject.compare_all(form.draw("compared"), None if form.full else len(names))
@@ -153,16 +169,20 @@ def unclean_election(form: Form, site: Site) -> None:
     row = form.board.row("unclean election of a broker that has missed markers")
     row.injected += 1
     subject = site.job(form, "unclean")
-    job = subject.start(team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S)
-    try:
-        job.await_reports(2)
-        _elect_one_that_missed(site, subject, job)
-        job.wait("another generation commits", lambda: any(each.generation > 1 for each in job.reported()), PATIENCE_S)
-        if not job.lines("failed"):
-            row.err("no marker failed, and acknowledged rows were gone")
-        reported = job.reported()
-    finally:
-        job.kill()
+    with following(site, subject) as replicas:
+        replicas.begin(row)
+        job = subject.start(team=(2, PLAN_2), pause_s=0.1, life_s=LIFE_S, keeps_all=True)
+        try:
+            job.await_reports(2)
+            _elect_one_that_missed(site, subject, job)
+            job.wait("another generation commits", lambda: job.reported()[-1].generation > 1, PATIENCE_S)
+            replicas.await_marker(job.reported()[-1])
+            if not job.lines("failed"):
+                row.err("no marker failed, and acknowledged rows were gone")
+            reported = job.reported()
+        finally:
+            job.kill()
+        replicas.end()
     old = [each for each in reported if each.generation == 1]
     _judge_each(subject, row, [old[0], old[-1], reported[-1]])
     row.fired += row.refused > 0

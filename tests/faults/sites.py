@@ -18,7 +18,7 @@ from tests.faults.hosts import Network
 from tests.faults.subject import Form, Subject, kafka_job
 
 BROKERS = ("broker-1", "broker-2", "broker-3")
-HOSTS = ("controller", *BROKERS, "trainer", "trainer-2", "spare", "materializer", "operator")
+HOSTS = ("controller", *BROKERS, "trainer", "trainer-2", "spare", "materializer", "follower", "operator")
 COMMIT_TIMEOUT_S = 8.0
 LIFE_S = 900.0
 REFUSALS = ("StreamLostError", "CorruptionError")
@@ -86,6 +86,18 @@ class Site:
                 said = repr(error)
             time.sleep(0.3)
         raise AssertionError(f"broker {broker} does not lead {topic}: {said}")
+
+    def lead_as_meant(self, topic: str) -> None:
+        """Let the broker that was meant to lead a partition lead it, for all of them. All are in sync."""
+        deadline, wrong = time.monotonic() + HOLD_S, ["unasked"]
+        while wrong:
+            assert time.monotonic() < deadline, wrong
+            places, client = [ck.TopicPartition(topic, each) for each in self.partitions(topic)], self.admin()
+            try:
+                said = client.elect_leaders(ck.ElectionType.PREFERRED, places).result(_ANSWER_S)
+                wrong = [str(error) for error in said.values() if error and "ELECTION_NOT_NEEDED" not in str(error)]
+            except (TimeoutError, ck.KafkaException) as error:
+                wrong = [repr(error)]
 
     @contextmanager
     def cut(self, one: str, *others: str) -> Iterator[None]:
