@@ -19,9 +19,6 @@ from torchrec_stream_ckpt.store.api import KeepsTime
 from torchrec_stream_ckpt.store.identity import check_store, place_of
 from torchrec_stream_ckpt.store.write_once import put_once
 
-LARGE = bytes(range(256)) * 4096 * 65
-"""65 MiB: more than one request of an upload takes."""
-
 USES: dict[str, Callable[[Objects], Any]] = {
     "put": lambda store: store.put("a/x", [b"x"]),
     "read": lambda store: store.read("a/x"),
@@ -53,14 +50,15 @@ def test_a_bucket_that_is_not_there_is_no_empty_store(server: CloudServer, use: 
 
 
 def test_an_upload_of_several_requests_comes_back_whole_and_in_ranges(server: CloudServer) -> None:
+    large = bytes(range(256)) * 4096 * 65  # more than one request of an upload takes
     store = open_store(server.url(uuid.uuid4().hex), server.options())
-    put_once(store, "a/large", [LARGE])
-    assert store.size("a/large") == len(LARGE)
+    put_once(store, "a/large", [large])
+    assert store.size("a/large") == len(large)
     with pytest.raises(CorruptionError, match="the store already holds different bytes under this name"):
-        put_once(store, "a/large", [bytes(len(LARGE))])
+        put_once(store, "a/large", [bytes(len(large))])
     for begin in (0, 4 * 2**20 - 1, 50 * 2**20 - 1, 64 * 2**20):
-        assert store.read("a/large", begin, begin + 2**20) == LARGE[begin : begin + 2**20]
-    assert store.read("a/large") == LARGE
+        assert store.read("a/large", begin, begin + 2**20) == large[begin : begin + 2**20]
+    assert store.read("a/large") == large
     store.close()
 
 

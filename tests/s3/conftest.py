@@ -5,6 +5,10 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from s3fs import S3FileSystem
+
+PART_BYTES = 5 * 2**20
+"""The least that S3 allows; s3fs sends 50 MiB in a request."""
 
 
 @pytest.fixture
@@ -12,3 +16,10 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between two tries s3fs and botocore pause for a twentieth of their time. How often they try stays the same."""
     pause = asyncio.sleep
     monkeypatch.setattr(asyncio, "sleep", lambda delay, result=None: pause(delay / 20, result))
+
+
+@pytest.fixture
+def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An object of more than two parts goes in several requests."""
+    _, *others = S3FileSystem._pipe_file.__defaults__
+    monkeypatch.setattr(S3FileSystem._pipe_file, "__defaults__", (PART_BYTES, *others))

@@ -65,8 +65,10 @@ class S3Server:
         java = [find_java(), *_JVM, f"-Dlogback.configurationFile={HERE / 'logback.xml'}"]
         program = ["-cp", f"{S3PROXY.fetched()}/*", "org.gaul.s3proxy.Main", "--properties", str(settings)]
         tied = [sys.executable, "-I", tether.__file__, str(owner), str(birth_of(owner))]
+        # Without the classes of Kafka, which would take the place of those that Java brings along.
+        env = {name: value for name, value in os.environ.items() if name != "JDK_JAVA_OPTIONS"}
         with open(self._directory / "s3proxy.log", "ab") as output:
-            self._process = subprocess.Popen([*tied, *java, *program], stdout=output, stderr=output)
+            self._process = subprocess.Popen([*tied, *java, *program], stdout=output, stderr=output, env=env)
         deadline = time.monotonic() + START_TIMEOUT_S
         while not self.answers():
             assert self._process.poll() is None, f"it ended: {self.said()}"
