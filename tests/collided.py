@@ -48,6 +48,7 @@ from typer.testing import CliRunner
 
 from tests import ranks
 from tests.model import assemble, differences
+from tests.packed import gathered
 from tests.parts import app
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
@@ -500,10 +501,8 @@ T = TypeVar("T")
 
 def _together(mine: dict[str, dict[int, T]]) -> dict[str, dict[int, T]]:
     """(all ranks) What all ranks know of raw ids, each of which is known to one of them."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, mine)
     whole: dict[str, dict[int, T]] = {table: {} for table, *_ in TABLES}
-    for each_rank in everywhere:
+    for each_rank in gathered(mine):
         for table, mine_there in each_rank.items():
             assert not mine_there.keys() & whole[table].keys()
             whole[table] |= mine_there

@@ -26,6 +26,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from tests.packed import gathered
 from tests.wrapped import wrapped
 
 warnings.filterwarnings("ignore")
@@ -211,13 +212,14 @@ def _whole(value: Any) -> torch.Tensor:
 def assemble(sharded: dict[str, ShardedTensor]) -> dict[str, torch.Tensor]:
     """The full logical tensors on every rank; a rank need not know a table that it holds no part of."""
     local = {
-        name: (tuple(value.size()), [(shard.metadata.shard_offsets, shard.tensor) for shard in value.local_shards()])
+        name: (
+            tuple(value.size()),
+            [(shard.metadata.shard_offsets, shard.tensor.detach()) for shard in value.local_shards()],
+        )
         for name, value in sharded.items()
     }
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, local)
     full: dict[str, torch.Tensor] = {}
-    for pieces in everywhere:
+    for pieces in gathered(local):
         for name, (size, shards) in pieces.items():
             for offsets, tensor in shards:
                 if name not in full:

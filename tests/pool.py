@@ -8,8 +8,8 @@ job of four ranks, 0.7 s with fresh ones; 1.1 s against 2.3 s for training on fo
 from __future__ import annotations
 
 import faulthandler
+import functools
 import gc
-import io
 import itertools
 import logging
 import os
@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torchrec.distributed import collective_utils, comm
 
 from tests.forks import context
-from tests.ranks import RankFailed, _send
+from tests.ranks import RankFailed, _received, _send
 
 MAX_RANKS = 5
 _LAST_WORDS_S = 2.0
@@ -52,7 +52,7 @@ class Worker:
         if not self.pipe.poll(max(0.0, wait_s)):
             return False, "did not finish in time"
         try:
-            ok, value = torch.load(io.BytesIO(self.pipe.recv_bytes()), weights_only=False)
+            ok, value = _received(self.pipe)
         except (EOFError, ConnectionResetError):
             return False, "died"
         return ok, value if ok else f"raised:\n{value}"
@@ -181,9 +181,14 @@ def _run(
 def _constants() -> dict[str, int | float]:
     """Numbers in the modules of the package that are written as constants."""
     return {
-        f"{name}.{key}": value
+        f"{name}.{key}": getattr(module, key)
         for name, module in list(sys.modules.items())
         if name.startswith("torchrec_stream_ckpt")
-        for key, value in list(vars(module).items())
-        if key.isupper() and isinstance(value, int | float)
+        for key in _names_of_constants(name)
     }
+
+
+@functools.cache
+def _names_of_constants(module: str) -> list[str]:
+    """Looked for once: a hundred jobs have them in common."""
+    return [key for key, value in vars(sys.modules[module]).items() if key.isupper() and isinstance(value, int | float)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import os
 import shutil
 import tempfile
@@ -21,6 +20,7 @@ import torch.distributed as dist
 
 from tests.faults.hosts import enter
 from tests.forks import context
+from tests.packed import packed, unpacked
 
 Namespace = Path | tuple[Path, ...] | None
 
@@ -147,14 +147,12 @@ def run(
 
 def _send(pipe: Connection, value: object) -> None:
     """By value: the pipe's own pickler would hand over file descriptors that die with the rank."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    pipe.send_bytes(buffer.getvalue())
+    pipe.send_bytes(packed(value))
 
 
 def _received(pipe: Connection) -> tuple[bool, Any]:
     """What a rank has sent: whether it has ended well, and what it returned or raised."""
-    return cast("tuple[bool, Any]", torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False))
+    return cast("tuple[bool, Any]", unpacked(pipe.recv_bytes()))
 
 
 def _rank_main(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests.model import assemble
+from tests.packed import gathered
 from tests.zoo_models import GLOBAL_BATCH, MAX_LENGTH, Job, Model, Part, Plan, build
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 
@@ -208,11 +209,9 @@ def truth(job: Job) -> dict[str, torch.Tensor]:
 
 def _fused_states(job: Job) -> dict[str, torch.Tensor]:
     """Optimizer rows of all ranks, and the counters of the kernels that hold a table, table by table."""
-    everywhere: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everywhere, list(_local_states(job)))
     full: dict[str, torch.Tensor] = {}
     scalars: dict[str, set[tuple[float, ...]]] = {}
-    for name, size, row0, col0, rows, counters in (piece for pieces in everywhere for piece in pieces):
+    for name, size, row0, col0, rows, counters in chain.from_iterable(gathered(list(_local_states(job)))):
         scalars.setdefault(name.removeprefix("fused."), set()).add(counters)
         if rows is not None:
             key = name if rows.dim() == 2 else f"{name} columns {col0}:{col0 + size[1]}"

@@ -26,6 +26,7 @@ from tests.collided import TABLES, State, Truths, attach, job, ranks_of, train
 from tests.followers import STEPS
 from tests.hash_zch import FREE, trainable
 from tests.model import differences
+from tests.packed import gathered
 from tests.parts import app, trim_log
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.capture import id_stream
@@ -61,8 +62,7 @@ def _probes(table: str, kind: str = "sorted") -> torch.Tensor:
 def _owners(each: Any) -> Owners:
     """Which raw id has which row, on all ranks."""
     mine = {f"{PREFIX}{name}": _pairs(module) for name, module in each.maps().items()}
-    said: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(said, mine)
+    said = gathered(mine)
     found = {table: {raw_id: row for maps in said for raw_id, row in maps[table].items()} for table in SIZES}
     for rows in found.values():
         rows.pop(2**63 - 1, None)

@@ -37,6 +37,7 @@ from tests.hash_zch import _hashed as homes_of
 from tests.hash_zch import trainable
 from tests.hashed import HashJob
 from tests.model import differences
+from tests.packed import gathered
 from tests.parts import FileLog, app
 from tests.ranks import RankFailed
 from torchrec_stream_ckpt import Changes, FollowedTables, RowChange, StreamCheckpointer, StreamConfig, follow
@@ -63,9 +64,7 @@ class Seen(NamedTuple):
 
 def seen(each: Job) -> Seen:
     """(all ranks)"""
-    maps: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(maps, each.map_truth())
-    return Seen(each.truth(), owned(each), maps)
+    return Seen(each.truth(), owned(each), gathered(each.map_truth()))
 
 
 class Result(NamedTuple):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import re
 import signal
 import time
-
-import torch
 
 from tests import ranks
 from tests.faults.board import Row
@@ -23,6 +20,7 @@ from tests.faults.subject import (
     shorten_twice,
 )
 from tests.model import PLAN_2, PLAN_2_OTHER, PLAN_3
+from tests.packed import unpacked
 
 ONE_RANK = [(2, PLAN_2, 1), (3, PLAN_3, 0), (3, PLAN_3, 2), (2, PLAN_2_OTHER, 0)]
 """World size, plan, and the rank that dies."""
@@ -56,7 +54,7 @@ def said_by(incarnation: Incarnation, rank: int) -> str:
     pipe = incarnation.job.pipes[rank]
     if not pipe.poll(1):
         return ""
-    ok, value = torch.load(io.BytesIO(pipe.recv_bytes()), weights_only=False)
+    ok, value = unpacked(pipe.recv_bytes())
     raised = [line for line in str(value).splitlines() if re.match(r"[\w.]+(Error|Exception)\b", line)]
     return "it returned" if ok else raised[-1] if raised else str(value)
 
