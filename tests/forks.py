@@ -74,6 +74,19 @@ def command(*arguments: str) -> None:
     main()
 
 
+def run_pytest(output: Path, *arguments: str) -> int:
+    """(process) The exit status of a pytest by workers of its own, which end here, too; its output goes to a file."""
+    main, file = os.getpid(), os.open(output, os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    os.chdir(ROOT)
+    imported = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # plugins that the server has imported already
+    code = pytest.main(["-p", "tests.workers", "-p", "no:cacheprovider", "--workers", "1", *imported, *arguments])
+    if os.getpid() != main:
+        os._exit(code)
+    return int(code)
+
+
 def run_script(script: Path, *arguments: str, timeout_s: float = 400.0) -> subprocess.CompletedProcess[str]:
     """``subprocess.run`` of a script of the project, from its root, without the seconds that importing torch takes."""
     with tempfile.TemporaryDirectory(prefix="script-") as folder:

@@ -1,6 +1,6 @@
 """pytest -p tests.played.plugin -m gpu tests/gpu: the tests of a GPU on the played one, as far as a CPU has kernels.
 
-A plugin, in a process of its own: the whole process takes the CPU for the device from the first import on.
+A plugin, in a process of its own: the whole process takes the CPU for the device.
 """
 
 from __future__ import annotations

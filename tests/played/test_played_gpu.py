@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-ROOT = Path(__file__).parents[2]
+from tests import forks
+
 ASKED = (
     "cache filled",
     "event.synchronize",
@@ -26,24 +25,19 @@ ASKED = (
 """A branch that nothing goes through shows nothing."""
 
 
+def _play(output: Path, *arguments: str) -> int:
+    """(process) The status of a pytest that takes its CPU for the device."""
+    torch.set_num_threads(1)
+    return forks.run_pytest(output, "--workers", "0", "-p", "tests.played.plugin", *arguments)
+
+
 @pytest.mark.timeout(600)  # half a minute where nobody else works
 def test_the_tests_of_a_gpu_pass_on_a_played_one(tmp_path: Path) -> None:
-    """In a process of its own, which takes its CPU for the device."""
-    report = tmp_path / "report.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "pytest", "-p", "tests.played.plugin", "-p", "no:cacheprovider", "-m", "gpu", "-q"),
-            *("-o", "python_files=test_*.py branches.py", f"--played-report={report}", "tests/gpu"),
-            *("--tb=short", "--show-capture=no", "--disable-warnings"),  # what failed is not to be cut off below
-        ],
-        capture_output=True,
-        text=True,
-        timeout=580,
-        check=False,
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
+    output, report = tmp_path / "output", tmp_path / "report.json"
+    chosen = ("-q", "-m", "gpu", "-o", "python_files=test_*.py branches.py", f"--basetemp={tmp_path / 'run'}")
+    shown = ("--tb=short", "--show-capture=no", "--disable-warnings")  # what failed is not to be cut off below
+    given = (*chosen, *shown, f"--played-report={report}", "tests/gpu")
+    assert forks.call(_play, output, *given, timeout_s=580) == 0, output.read_text()[-8000:]
     found = json.loads(report.read_text())
     assert found["passed"] >= 75
     assert [name for name in ASKED if not found["calls"].get(name)] == []

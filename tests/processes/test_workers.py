@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from pathlib import Path
 
@@ -35,16 +34,9 @@ FILES = {
 }
 
 
-def _run(folder: Path, *arguments: str) -> int:
-    """(process) pytest, whose workers end here, too."""
-    main, output = os.getpid(), os.open(folder / "output", os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(output, stream)
-    given = ("-p", "tests.workers", "-p", "no:cacheprovider", "-c", str(folder / "pytest.ini"))
-    code = pytest.main([*given, "--basetemp", str(folder / "temp"), *arguments, str(folder)])
-    if os.getpid() != main:
-        os._exit(code)
-    return int(code)
+def run(folder: Path, *arguments: str) -> int:
+    given = ("-c", str(folder / "pytest.ini"), "--basetemp", str(folder / "temp"))
+    return forks.call(forks.run_pytest, folder / "output", *given, *arguments, str(folder))
 
 
 @pytest.fixture
@@ -57,7 +49,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_what_each_test_came_to_is_reported_once(folder: Path) -> None:
-    assert forks.call(_run, folder, "--workers", "1", "-k", "not dies", "--durations=1") == 1
+    assert run(folder, "-k", "not dies", "--durations=1") == 1
     said = (folder / "output").read_text()
     assert "1 failed, 4 passed, 1 skipped, 1 deselected" in said, said
     assert "assert (1 + 1) == 3" in said
@@ -67,5 +59,5 @@ def test_what_each_test_came_to_is_reported_once(folder: Path) -> None:
 
 
 def test_a_worker_that_dies_ends_the_run_and_its_test_is_named(folder: Path) -> None:
-    assert forks.call(_run, folder, "--workers", "2", "-k", "not fails") == 3
+    assert run(folder, "--workers", "2", "-k", "not fails") == 3
     assert "a worker ended with -9 in or after one/test_b.py::test_dies" in (folder / "output").read_text()
