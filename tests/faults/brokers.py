@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import time
@@ -15,7 +14,8 @@ from tests.faults.board import Row
 from tests.faults.live import live
 from tests.faults.proxy import NoToxiproxy, Proxy, probe
 from tests.faults.subject import Form, Incarnation, Subject, kafka_job
-from torchrec_stream_ckpt.extras.broker.kraft import HOST, Broker
+from tests.own_broker import OwnBroker
+from torchrec_stream_ckpt.extras.broker.kraft import HOST
 from torchrec_stream_ckpt.script import free_port
 
 STEPS_DURING = 8
@@ -24,7 +24,7 @@ PAUSE_S = 0.05
 """Between two steps of a job that lives through several faults."""
 
 
-class _Behind(Broker):
+class _Behind(OwnBroker):
     """A broker that tells its clients to come through another port."""
 
     def __init__(self, directory: Path, advertised: int) -> None:
@@ -44,29 +44,15 @@ class Victim:
         self._hold_s = hold_s
         directory.mkdir(exist_ok=True)
         front = free_port()
-        self.broker = _Behind(directory / "broker", front) if proxied else Broker(directory / "broker")
+        own = directory / "broker"
+        self.broker = _Behind(own, front) if proxied else OwnBroker(own)
+        self.start, self.signal, self.kill = self.broker.begin, self.broker.signal, self.broker.kill
         self.start()
         address = self.broker.status().bootstrap
         assert address is not None
         self.port = int(address.rpartition(":")[2])
         self.proxy = Proxy(front, self.port, directory / "toxiproxy.log") if proxied else None
         self.bootstrap = f"{HOST}:{front}" if proxied else address
-
-    def start(self) -> None:
-        self.broker.start(die_with=os.getpid())
-
-    def signal(self, number: signal.Signals) -> None:
-        pid = self.broker.status().pid
-        assert pid is not None
-        os.kill(pid, number)
-
-    def kill(self) -> bool:
-        """SIGKILL; whether it is gone. The kernel takes a while to take a Java apart."""
-        self.signal(signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while self.broker.status().running and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return not self.broker.status().running
 
     def suffer(self, job: Incarnation) -> None:
         """Let the fault last for a while, in which the job must train on."""
@@ -77,9 +63,7 @@ class Victim:
     def close(self) -> None:
         if self.proxy is not None:
             self.proxy.close()
-        with contextlib.suppress(AssertionError, ProcessLookupError):
-            self.signal(signal.SIGCONT)
-        self.broker.stop(timeout_s=3)
+        self.broker.close()
 
 
 def _hold_s(form: Form) -> float:

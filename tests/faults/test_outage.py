@@ -15,10 +15,10 @@ import torch.distributed as dist
 from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, PLAN_3, differences, truth
+from tests.own_broker import OwnBroker
 from tests.pressure import RING, ROWS, Gate, cut, everywhere, large, steps, touch_everything
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError, RankLostError
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.log.api import open_log
@@ -57,12 +57,11 @@ STEPS_A_SECOND = 5
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> Iterator[Broker]:
-    """A broker of the test's own."""
-    broker = Broker(tmp_path / "broker")
-    broker.start(die_with=os.getpid())
+def own(tmp_path: Path) -> Iterator[OwnBroker]:
+    broker = OwnBroker(tmp_path / "broker")
+    broker.begin()
     yield broker
-    broker.stop()
+    broker.close()
 
 
 def _signal(pid: int, number: int) -> None:
@@ -112,7 +111,7 @@ def _outage(settings: StreamConfig, pid: int, outage_s: float) -> tuple[dict[int
     return truths, counted, str(marker.id)
 
 
-def _check_outage(broker: Broker, tmp_path: Path, outage_s: float, commit_timeout_s: float) -> int:
+def _check_outage(broker: OwnBroker, tmp_path: Path, outage_s: float, commit_timeout_s: float) -> int:
     """How many markers were committed."""
     status = broker.status()
     assert status.pid is not None
@@ -137,13 +136,13 @@ def _check_outage(broker: Broker, tmp_path: Path, outage_s: float, commit_timeou
 
 
 @pytest.mark.kafka
-def test_a_broker_that_stands_still_for_seconds_stops_no_step(own: Broker, tmp_path: Path) -> None:
+def test_a_broker_that_stands_still_for_seconds_stops_no_step(own: OwnBroker, tmp_path: Path) -> None:
     assert _check_outage(own, tmp_path, outage_s=6.0, commit_timeout_s=60.0) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.kafka
-def test_a_broker_that_stands_still_for_a_minute_stops_no_step(own: Broker, tmp_path: Path) -> None:
+def test_a_broker_that_stands_still_for_a_minute_stops_no_step(own: OwnBroker, tmp_path: Path) -> None:
     assert _check_outage(own, tmp_path, outage_s=60.0, commit_timeout_s=10.0) >= 3
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import uuid
@@ -17,7 +16,7 @@ import pytest
 
 from tests.builders import Stream
 from tests.kafka.test_kafka_follow import apply
-from tests.kafka.test_kafka_log import OwnBroker
+from tests.own_broker import OwnBroker
 from tests.parts import UpdateKind, open_log
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt import follow
@@ -240,31 +239,24 @@ def test_reads_of_one_partition_may_alternate(writing: Writing, watched: Watched
     log.close()
 
 
-def test_records_that_the_broker_has_lost_since_they_arrived_are_not_read(tmp_path: Path) -> None:
-    broker = OwnBroker(tmp_path / "victim")
-    try:
-        writing, log = Writing(broker.uri, 1), open_log(broker.uri)
-        watch = log.watch()
-        assert watch.wait(60, [0])
-        writing.write(0, 1)
-        segment = next((tmp_path / "victim" / "data").glob("job.data-0/*.log"))
-        size = segment.stat().st_size
-        writing.write(0, 2, 3)
-        while watch.wait(1, [0]):  # until all have arrived
-            pass
-        broker.kill()
-        os.truncate(segment, size)
-        broker.start()
-        writing.close()
-        writing = Writing(broker.uri, 1)
-        new = writing.write(0, 4, 5)
-        assert new[0][0] == 1
-        assert read(log, 0, 1) == new
-        watch.close()
-        log.close()
-        writing.close()
-    finally:
-        broker.stop()
+def test_records_that_the_broker_has_lost_since_they_arrived_are_not_read(victim: OwnBroker) -> None:
+    writing, log = Writing(victim.uri, 1), open_log(victim.uri)
+    watch = log.watch()
+    assert watch.wait(60, [0])
+    writing.write(0, 1)
+    size = victim.segment("job.data-0").stat().st_size
+    writing.write(0, 2, 3)
+    while watch.wait(1, [0]):  # until all have arrived
+        pass
+    victim.cut("job.data-0", lambda _: size)
+    writing.close()
+    writing = Writing(victim.uri, 1)
+    new = writing.write(0, 4, 5)
+    assert new[0][0] == 1
+    assert read(log, 0, 1) == new
+    watch.close()
+    log.close()
+    writing.close()
 
 
 def put(update: Update, image: Image) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.followers import held, weights_at
-from tests.kafka.test_kafka_log import OwnBroker
+from tests.own_broker import OwnBroker
 from tests.parts import UpdateKind, open_log
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt import FollowedTables, Follower, follow
@@ -63,32 +63,30 @@ def test_markers_and_rows_on_a_broker(bootstrap: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["markers", "rows"])
-def test_a_broker_that_was_killed_and_started_again_is_followed_further(mode: FollowMode, tmp_path: Path) -> None:
-    broker = OwnBroker(tmp_path / "victim")
-    try:
-        log = open_log(broker.uri)
-        job = Job(tmp_path, log=log, world=1)
-        job.begin()
-        job.commit()
-        with FollowedTables(follow(broker.uri, mode=mode, scratch=tmp_path, poll_s=0.1)) as tables:
-            tables.start()
-            for kills in (False, False, True, False):
-                if kills:
-                    broker.kill()
-                    broker.start()
-                job.touch()
-                marker = job.commit()
-                deadline = time.monotonic() + 120
-                while tables.stats.marker != marker.id:
-                    assert tables.failure is None
-                    assert time.monotonic() < deadline
-                    time.sleep(0.01)
-                assert held(tables) == weights_at(job, marker.id)
-            assert tables.stats.woken_by == "fetch"
-            assert tables.stats.reloads == 0
-        log.close()
-    finally:
-        broker.stop()
+def test_a_broker_that_was_killed_and_started_again_is_followed_further(
+    mode: FollowMode, victim: OwnBroker, tmp_path: Path
+) -> None:
+    log = open_log(victim.uri)
+    job = Job(tmp_path, log=log, world=1)
+    job.begin()
+    job.commit()
+    with FollowedTables(follow(victim.uri, mode=mode, scratch=tmp_path, poll_s=0.1)) as tables:
+        tables.start()
+        for kills in (False, False, True, False):
+            if kills:
+                victim.kill()
+                victim.begin()
+            job.touch()
+            marker = job.commit()
+            deadline = time.monotonic() + 120
+            while tables.stats.marker != marker.id:
+                assert tables.failure is None
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            assert held(tables) == weights_at(job, marker.id)
+        assert tables.stats.woken_by == "fetch"
+        assert tables.stats.reloads == 0
+    log.close()
 
 
 def test_a_broker_that_is_not_there_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import threading
 import time
 import uuid
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.parts import Broker, open_log
+from tests.own_broker import OwnBroker
+from tests.parts import open_log
 from torchrec_stream_ckpt.errors import CommitUnknownError, ConfigError, CorruptionError, LogUnavailableError
 from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.log.kafka import brokers as kafka_brokers
@@ -296,57 +295,6 @@ def test_frame_that_is_too_large_ends_the_writer(log: Log) -> None:
     writer.close()
 
 
-class OwnBroker:
-    """A broker that a test may kill."""
-
-    def __init__(self, directory: Path) -> None:
-        self._broker = Broker(directory)
-        self.uri = self._broker.start(die_with=os.getpid()).uri("job")
-
-    def signal(self, signum: signal.Signals) -> None:
-        pid = self._broker.status().pid
-        assert pid is not None
-        os.kill(pid, signum)
-
-    def kill(self) -> None:
-        """SIGKILL, and wait until it is gone: the kernel takes a while to take a Java apart."""
-        self.signal(signal.SIGKILL)
-        deadline = time.monotonic() + 120
-        while self._broker.status().running:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def pause(self) -> None:
-        """SIGSTOP, and wait until all threads have stopped: on a busy machine some may answer once more before."""
-        self.signal(signal.SIGSTOP)
-        threads = list(Path(f"/proc/{self._broker.status().pid}/task").iterdir())
-        deadline = time.monotonic() + 120
-        while any(_state(thread) != "T" for thread in threads):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def start(self) -> None:
-        self._broker.start(die_with=os.getpid())
-
-    def stop(self) -> None:
-        self._broker.stop(timeout_s=5)
-
-
-def _state(thread: Path) -> str:
-    """One letter of /proc, T for stopped; a thread that has ended since will not answer either."""
-    try:
-        return (thread / "stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return "T"
-
-
-@pytest.fixture
-def victim(tmp_path: Path) -> Iterator[OwnBroker]:
-    broker = OwnBroker(tmp_path / "victim")
-    yield broker
-    broker.stop()
-
-
 @pytest.mark.kafka
 def test_killed_broker_loses_no_acknowledged_frame(victim: OwnBroker) -> None:
     log = open_log(victim.uri)
@@ -359,7 +307,7 @@ def test_killed_broker_loses_no_acknowledged_frame(victim: OwnBroker) -> None:
     def kill_and_restart() -> None:
         victim.kill()
         killed.set()
-        victim.start()
+        victim.begin()
 
     killer = threading.Thread(target=kill_and_restart)
     acked_before_kill = 0

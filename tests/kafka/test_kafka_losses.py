@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,8 @@ from tests import jobs, ranks
 from tests.builders import OTHER_JOB, Stream, claim, commit, write
 from tests.jobs import Truths, attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
-from tests.parts import Broker, app, open_log
+from tests.own_broker import OwnBroker
+from tests.parts import app, open_log
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
@@ -34,15 +34,6 @@ from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 pytestmark = [pytest.mark.kafka, pytest.mark.distributed]
 
 MARK_S = 60.0
-
-
-@pytest.fixture
-def victim(tmp_path: Path) -> Iterator[Broker]:
-    """A broker that a test may destroy."""
-    broker = Broker(tmp_path / "victim")
-    broker.start(die_with=os.getpid())
-    yield broker
-    broker.stop()
 
 
 def settings_of(uri: str, store: Path) -> StreamConfig:
@@ -84,27 +75,9 @@ class Run:
         return self.said, self.truths
 
 
-def segment_of(broker: Path, uri: str, partition: int) -> Path:
-    """The broker's only file of a partition."""
-    parsed = parse_uri(uri)
-    assert isinstance(parsed, KafkaUri)
-    (segment,) = broker.rglob(f"{parsed.data_topic}-{partition}/*.log")
-    return segment
-
-
 def cut_tail(broker: Path, uri: str, partition: int, keep: Callable[[int], int]) -> int:
-    """As a power loss of the only copy: the end of a partition was never on the disk. Where it ends afterwards."""
-    victim = Broker(broker)
-    pid = victim.status().pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    while victim.status().running:
-        time.sleep(0.01)
-    segment = segment_of(broker, uri, partition)
-    os.truncate(segment, keep(segment.stat().st_size))
-    for snapshot in segment.parent.glob("*.snapshot"):
-        snapshot.unlink()
-    victim.start(die_with=os.getppid())
+    """Where a partition ends once its end is lost."""
+    OwnBroker(broker).cut(f"{uri.rpartition('/')[2]}.data-{partition}", keep, os.getppid())
     log = open_log(uri)
     end = log.ends(1, [partition])[partition]
     log.close()
@@ -123,9 +96,9 @@ def live_through_a_lost_tail(spec: Spec, settings: StreamConfig, broker: Path) -
 
 
 def test_a_lost_tail_fails_the_marker_and_the_same_job_goes_on_in_a_new_generation(
-    victim: Broker, tmp_path: Path
+    victim: OwnBroker, tmp_path: Path
 ) -> None:
-    uri = victim.status().uri(f"job-{uuid.uuid4().hex[:8]}")
+    uri = victim.uri
     settings = settings_of(uri, tmp_path / "store")
     results = ranks.run(2, live_through_a_lost_tail, PLAN_2, settings, tmp_path / "victim", timeout_s=240)
     said, truths, end = results[0]
@@ -178,14 +151,14 @@ def next_frame(uri: str, partition: int) -> bytes:
     return bytes(forged)
 
 
-def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: Broker, tmp_path: Path) -> None:
-    uri = victim.status().uri(f"job-{uuid.uuid4().hex[:8]}")
+def test_a_lost_tail_that_somebody_has_written_over_fails_the_marker(victim: OwnBroker, tmp_path: Path) -> None:
+    uri = victim.uri
     log, stream = open_log(uri), Stream()
     control, mine = Control(log), claim(1, incarnation=log.prepare(1).id)
     control.claim(mine)
     stream.rows([1])
     write(log, stream.frames)
-    size = segment_of(tmp_path / "victim", uri, 0).stat().st_size
+    size = victim.segment("job.data-0").stat().st_size
     (mark,) = write(log, [stream.mark(1)], at=2)
     ends = [stream.end(0, mark.end)]
     check_claimed(log, control, mine, 1, ends, Older())

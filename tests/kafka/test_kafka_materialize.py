@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.materializer import start, wait
-from tests.parts import Broker, open_log
+from tests.own_broker import OwnBroker
+from tests.parts import open_log
 from tests.synthetic import JOB, ROWWISE, Job, image_of_store, images_of_chain
 from tests.unit.folded_job import events_of, has
 from torchrec_stream_ckpt.inner import Control, open_store
@@ -56,16 +57,14 @@ def test_a_log_on_a_broker_is_followed_and_killed_and_followed_on(bootstrap: str
     log.close()
 
 
-def test_a_broker_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
-    broker = Broker(tmp_path / "broker")
-    address = broker.start(die_with=os.getpid()).bootstrap
-    uri = f"kafka://{address}/job"
+def test_a_broker_that_is_not_there_is_waited_for(victim: OwnBroker, tmp_path: Path) -> None:
+    uri = victim.uri
     log = open_log(uri)
     job = Job(tmp_path, world=1, log=log)
     job.begin()
     job.commit()
     log.close()
-    broker.stop()
+    victim.stop()
     output = tmp_path / "output"
     output.touch()
     process = start([uri, "--store", str(tmp_path / "store"), "--poll-s", "0.1", "--json"], output)
@@ -74,10 +73,9 @@ def test_a_broker_that_is_not_there_is_waited_for(tmp_path: Path) -> None:
         trouble = next(event for event in events_of(output) if event["event"] == "trouble")
         assert "connection refused" in str(trouble["message"])
         assert trouble["hint"]
-        broker.start(die_with=os.getpid())
+        victim.begin()
         wait("the marker", has(output, "marker", marker="1:1"), output)
         assert has(output, "recovered")()
     finally:
         process.kill()
         process.join()
-        broker.stop()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import time
 import uuid
 from pathlib import Path
@@ -17,7 +15,8 @@ from typer.testing import CliRunner
 from tests import ranks, stores
 from tests.jobs import attach, restore_once, train_with
 from tests.model import PLAN_2, Spec, differences, trainer
-from tests.parts import Broker, app, open_log
+from tests.own_broker import OwnBroker
+from tests.parts import app, open_log
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt import StreamConfig
@@ -62,62 +61,43 @@ def test_a_control_topic_that_is_gone_is_refused_on_every_rank_and_put_back(boot
     assert differences(truths[6], state) == []
 
 
-def cut_control(broker: Path, uri: str) -> None:
-    """A broker that is alone comes back without the end of the control topic, which it had acknowledged."""
-    victim, parsed = Broker(broker), parse_uri(uri)
-    assert isinstance(parsed, KafkaUri)
-    pid = victim.status().pid
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    while victim.status().running:
-        time.sleep(0.01)
-    (segment,) = broker.rglob(f"{parsed.control_topic}-0/*.log")
-    os.truncate(segment, segment.stat().st_size * 2 // 3)
-    for snapshot in segment.parent.glob("*.snapshot"):
-        snapshot.unlink()
-    victim.start(die_with=os.getpid())
-
-
 @pytest.mark.distributed
-def test_a_control_topic_that_lost_its_end_is_refused_on_every_rank_and_put_back_in_place(tmp_path: Path) -> None:
-    broker = Broker(tmp_path / "victim")
-    broker.start(die_with=os.getpid())
-    try:
-        uri, store = broker.status().uri(f"cut-{uuid.uuid4().hex[:8]}"), str(tmp_path / "store")
-        settings = StreamConfig(uri=uri, store=store, marker_every=2)
-        truths = ranks.run(2, train_with, PLAN_2, settings, 8, {})[0][1]
-        CliRunner().invoke(app, ["materialize", uri, "--store", store, "--once"], catch_exceptions=False)
-        log = open_log(uri)
-        before, markers = list(log.read_control()), [str(each) for each in Control(log).refresh().commits]
-        log.close()
-        cut_control(tmp_path / "victim", uri)
-        log = open_log(uri)
-        left = list(log.read_control())
-        log.close()
-        assert 1 < len(left) < len(before) - 1
-        assert left == before[: len(left)]
-        for said in ranks.run(2, restore_anything, PLAN_2, settings):
-            assert "the end of the log's control partition was lost" in said
-            assert f"stream-ckpt recover {uri} --store file://{store}" in said
-        listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
-        assert "newer records" in listed.stderr
-        (tmp_path / "store" / "records").rename(tmp_path / "records")  # no second copy: the trainer had another store
-        listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
-        lost = f"the store holds marker {markers[-1]}, which is not in the log: the end of the log's control partition"
-        assert lost in listed.stderr
-        verified = CliRunner().invoke(app, ["verify", uri, "--store", store])
-        assert verified.exit_code == 1
-        assert lost in verified.stderr
-        assert "is whole" in verified.stdout
-        (tmp_path / "records").rename(tmp_path / "store" / "records")
-        arguments = ["recover", uri, "--store", store, "--json"]
-        found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
-        assert (found["offered"], found["next_generation"]) == (markers, 3)
-        state, step, _ = ranks.run(2, restore_once, PLAN_2, settings, None, {})[0]
-        assert step == 8
-        assert differences(truths[8], state) == []
-    finally:
-        broker.stop()
+def test_a_control_topic_that_lost_its_end_is_refused_on_every_rank_and_put_back_in_place(
+    victim: OwnBroker, tmp_path: Path
+) -> None:
+    uri, store = victim.uri, str(tmp_path / "store")
+    settings = StreamConfig(uri=uri, store=store, marker_every=2)
+    truths = ranks.run(2, train_with, PLAN_2, settings, 8, {})[0][1]
+    CliRunner().invoke(app, ["materialize", uri, "--store", store, "--once"], catch_exceptions=False)
+    log = open_log(uri)
+    before, markers = list(log.read_control()), [str(each) for each in Control(log).refresh().commits]
+    log.close()
+    victim.cut("job.control-0", lambda size: size * 2 // 3)
+    log = open_log(uri)
+    left = list(log.read_control())
+    log.close()
+    assert 1 < len(left) < len(before) - 1
+    assert left == before[: len(left)]
+    for said in ranks.run(2, restore_anything, PLAN_2, settings):
+        assert "the end of the log's control partition was lost" in said
+        assert f"stream-ckpt recover {uri} --store file://{store}" in said
+    listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
+    assert "newer records" in listed.stderr
+    (tmp_path / "store" / "records").rename(tmp_path / "records")  # no second copy: the trainer had another store
+    listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
+    lost = f"the store holds marker {markers[-1]}, which is not in the log: the end of the log's control partition"
+    assert lost in listed.stderr
+    verified = CliRunner().invoke(app, ["verify", uri, "--store", store])
+    assert verified.exit_code == 1
+    assert lost in verified.stderr
+    assert "is whole" in verified.stdout
+    (tmp_path / "records").rename(tmp_path / "store" / "records")
+    arguments = ["recover", uri, "--store", store, "--json"]
+    found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    assert (found["offered"], found["next_generation"]) == (markers, 3)
+    state, step, _ = ranks.run(2, restore_once, PLAN_2, settings, None, {})[0]
+    assert step == 8
+    assert differences(truths[8], state) == []
 
 
 def test_the_markers_of_a_store_come_back_in_new_topics(bootstrap: str, tmp_path: Path) -> None:

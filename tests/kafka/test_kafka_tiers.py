@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import uuid
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from tests import jobs, ranks
 from tests.inside import inside
 from tests.jobs import Truths, attach
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import Broker
+from tests.own_broker import OwnBroker
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import LogUnavailableError
@@ -27,18 +26,6 @@ from torchrec_stream_ckpt.util.types import LogSpan
 pytestmark = [pytest.mark.kafka, pytest.mark.distributed]
 
 STEPS = 8
-
-
-@pytest.fixture
-def victim(tmp_path: Path) -> Iterator[Broker]:
-    """A broker that a test may stop."""
-    broker = Broker(tmp_path / "victim")
-    broker.start(die_with=os.getpid())
-    yield broker
-    pid = broker.status().pid
-    if pid is not None:
-        os.kill(pid, signal.SIGCONT)
-    broker.stop()
 
 
 def train_through_an_outage(spec: Spec, settings: StreamConfig, broker: int) -> tuple[Truths, list[int]]:
@@ -77,7 +64,7 @@ def restore_without_reading_the_outer_tier(spec: Spec, settings: StreamConfig) -
     return state, restored.step, restored.source
 
 
-def test_training_goes_on_through_an_outage_and_the_relay_catches_up(victim: Broker, tmp_path: Path) -> None:
+def test_training_goes_on_through_an_outage_and_the_relay_catches_up(victim: OwnBroker, tmp_path: Path) -> None:
     status = victim.status()
     assert status.pid is not None
     inner = tmp_path / "inner"
