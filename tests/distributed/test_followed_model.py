@@ -138,6 +138,7 @@ def test_each_answer_is_of_one_marker_while_readers_hammer_it(tmp_path: Path) ->
                     continue
                 with model.reading() as view:
                     seen.add((str(view.marker), batch.answer(view)))
+                stop.wait(0.001)  # the ranks want to live as well
 
         readers = [threading.Thread(target=read) for _ in range(2)]
         for reader in readers:

@@ -140,7 +140,7 @@ def hosts_fail(form: Form, site: Site, *names: str, faults: Mapping[str, Fault] 
     subject = site.job(form, "hosts")
     since: list[tuple[int, Row]] = []
     # Each marker is read whole and compared afterwards: a long job may not commit several a second.
-    how = {"team": (2, PLAN_2), "pause_s": 0.5 if form.full else 0.3, "life_s": 2 * LIFE_S, "keeps_all": True}
+    how = {"team": (2, PLAN_2), "pause_s": 0.5, "life_s": 2 * LIFE_S, "keeps_all": True}
     with following(site, subject) as replicas:
         with subject.living(form.board.row(names[-1]), **how) as job:
             job.await_reports(1)

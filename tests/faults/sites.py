@@ -15,7 +15,7 @@ import confluent_kafka.admin as ck_admin
 
 from tests.faults.cluster import PORT, Cluster
 from tests.faults.hosts import Network
-from tests.faults.subject import Form, Subject, kafka_job
+from tests.faults.subject import ASKED_S, Form, Subject, kafka_job
 
 BROKERS = ("broker-1", "broker-2", "broker-3")
 HOSTS = ("controller", *BROKERS, "trainer", "trainer-2", "spare", "materializer", "follower", "operator")
@@ -69,7 +69,7 @@ class Site:
             for _, in_sync in self.partitions(topic_of(subject, kind), min(wanted)).values()
         ):
             assert time.monotonic() < deadline, f"brokers {wanted} did not get in sync"
-            time.sleep(0.3)
+            time.sleep(ASKED_S)
 
     def elect(self, topic: str, broker: int) -> None:
         """Let a broker lead all partitions that is in sync in none: what it lacks is lost."""

@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.verify.verdicts import Verifier
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
 PATIENCE_S = 300.0
 """What has not come by then hangs: no bound that anybody promises."""
-ASKED_S = 0.3
+ASKED_S = 0.8
 """Between two questions to a log or a broker, each of which makes a client of its own: 0.03 s of CPU and more."""
 PEERS_S = 25.0
 """What docs/guarantees.md adds to ``commit_timeout_s`` for a marker's future (P16)."""
@@ -78,7 +78,7 @@ class Incarnation:
         timeout_s: float = PATIENCE_S,
         *,
         may_die: bool = False,
-        every_s: float = 0.01,
+        every_s: float = 0.05,
     ) -> None:
         """Until ``done()``; a rank that ends before is an error, unless it may. What asks a broker asks less often."""
         deadline = time.monotonic() + timeout_s
