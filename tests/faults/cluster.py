@@ -49,6 +49,7 @@ process.roles=controller
 node.id={node}
 listeners=CONTROLLER://{address}:{port}
 broker.session.timeout.ms=3000
+metadata.max.idle.interval.ms=5000
 """
 
 
