@@ -14,6 +14,7 @@ from hypothesis import settings
 
 from tests.clouds import servers
 from tests.java_classes import ARCHIVE
+from tests.own_broker import OwnBroker
 from tests.s3.server import S3Server
 from tests.sampled import sampled
 from torchrec_stream_ckpt.extras.broker.kraft import Broker
@@ -141,6 +142,15 @@ def bootstrap(broker_dir: Path) -> str:
     address = Broker(broker_dir).status().bootstrap
     assert address is not None
     return address
+
+
+@pytest.fixture
+def victim(tmp_path: Path) -> Iterator[OwnBroker]:
+    """A running broker that a test may kill, stop or destroy."""
+    broker = OwnBroker(tmp_path / "victim")
+    broker.begin()
+    yield broker
+    broker.close()
 
 
 @pytest.fixture(scope="session")

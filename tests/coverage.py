@@ -240,15 +240,11 @@ class Suite:
 
 def carriers() -> list[str]:
     """Files of tests that have such a marker, or import a helper that has one. An item of any other says nothing."""
-    texts = {path: path.read_text() for path in (ROOT / "tests").rglob("*.py")}
+    texts = {str(path): path.read_text() for path in (ROOT / "tests").rglob("*.py")}
     having = {path for path, text in texts.items() if re.search(r"\bmark\.(covers|pitfall|sharder)\b", text)}
-    helpers = "|".join(path.stem for path in having if not path.name.startswith("test_"))
-    by_import = re.compile(rf"^from tests\b.*\b({helpers})\b", re.MULTILINE)
-    return [
-        str(path)
-        for path, text in texts.items()
-        if path.name.startswith("test_") and (path in having or by_import.search(text))
-    ]
+    helper = rf"^from tests\b.*\b({'|'.join(Path(path).stem for path in having if '/test_' not in path)})\b"
+    having |= {path for path, text in texts.items() if re.search(helper, text, re.MULTILINE)}
+    return sorted(path for path in having if "/test_" in path)
 
 
 def collect() -> Suite:
@@ -257,7 +253,7 @@ def collect() -> Suite:
     said = io.StringIO()
     arguments = ["--collect-only", "-q", "-m", "gpu or slow or not slow", "-p", "no:cacheprovider", "--assert=plain"]
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = pytest.main([*arguments, *sorted(carriers())], plugins=[suite])
+        code = pytest.main([*arguments, *carriers()], plugins=[suite])
     assert code == pytest.ExitCode.OK, said.getvalue()
     return suite
 

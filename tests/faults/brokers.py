@@ -6,7 +6,8 @@ import contextlib
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from tests import ranks
@@ -70,13 +71,8 @@ def _hold_s(form: Form) -> float:
     return 4.0 if form.full else 0.5
 
 
-@contextlib.contextmanager
-def victim(form: Form, *, proxied: bool = False) -> Iterator[Victim]:
-    broker = Victim(form.folder("victim"), proxied=proxied, hold_s=_hold_s(form))
-    try:
-        yield broker
-    finally:
-        broker.close()
+def victim(form: Form) -> AbstractContextManager[Victim]:
+    return contextlib.closing(Victim(form.folder("victim"), hold_s=_hold_s(form)))
 
 
 Fault = Callable[[Victim, Incarnation], bool]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -54,14 +53,6 @@ def _restore(settings: StreamConfig, markers: list[str]) -> dict[str, State]:
 # A broker that stands still.
 
 STEPS_A_SECOND = 5
-
-
-@pytest.fixture
-def own(tmp_path: Path) -> Iterator[OwnBroker]:
-    broker = OwnBroker(tmp_path / "broker")
-    broker.begin()
-    yield broker
-    broker.close()
 
 
 def _signal(pid: int, number: int) -> None:
@@ -136,14 +127,14 @@ def _check_outage(broker: OwnBroker, tmp_path: Path, outage_s: float, commit_tim
 
 
 @pytest.mark.kafka
-def test_a_broker_that_stands_still_for_seconds_stops_no_step(own: OwnBroker, tmp_path: Path) -> None:
-    assert _check_outage(own, tmp_path, outage_s=6.0, commit_timeout_s=60.0) >= 3
+def test_a_broker_that_stands_still_for_seconds_stops_no_step(victim: OwnBroker, tmp_path: Path) -> None:
+    assert _check_outage(victim, tmp_path, outage_s=6.0, commit_timeout_s=60.0) >= 3
 
 
 @pytest.mark.slow
 @pytest.mark.kafka
-def test_a_broker_that_stands_still_for_a_minute_stops_no_step(own: OwnBroker, tmp_path: Path) -> None:
-    assert _check_outage(own, tmp_path, outage_s=60.0, commit_timeout_s=10.0) >= 3
+def test_a_broker_that_stands_still_for_a_minute_stops_no_step(victim: OwnBroker, tmp_path: Path) -> None:
+    assert _check_outage(victim, tmp_path, outage_s=60.0, commit_timeout_s=10.0) >= 3
 
 
 # Ranks that die.

@@ -5,24 +5,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from tests.kafka.secure import CommandLines, Secure
-from tests.own_broker import OwnBroker
 from torchrec_stream_ckpt.cli import broker as broker_cli
 from torchrec_stream_ckpt.extras.broker.kraft import Broker
-
-
-@pytest.fixture
-def victim(tmp_path: Path) -> Iterator[OwnBroker]:
-    """A running broker that a test may kill, stop or destroy."""
-    broker = OwnBroker(tmp_path / "victim")
-    broker.begin()
-    yield broker
-    broker.close()
 
 
 @pytest.fixture(scope="module")

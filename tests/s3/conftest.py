@@ -7,9 +7,6 @@ import asyncio
 import pytest
 from s3fs import S3FileSystem
 
-PART_BYTES = 5 * 2**20
-"""The least that S3 allows; s3fs sends 50 MiB in a request."""
-
 
 @pytest.fixture
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,6 +17,6 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def short_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An object of more than two parts goes in several requests."""
-    _, *others = S3FileSystem._pipe_file.__defaults__
-    monkeypatch.setattr(S3FileSystem._pipe_file, "__defaults__", (PART_BYTES, *others))
+    """s3fs sends 5 MiB in a request, the least that S3 allows, instead of 50."""
+    others = S3FileSystem._pipe_file.__defaults__[1:]
+    monkeypatch.setattr(S3FileSystem._pipe_file, "__defaults__", (5 * 2**20, *others))
