@@ -225,7 +225,7 @@ BAD_MANIFESTS = {
     "not_finite": "not JSON: Out of range float values are not JSON compliant",
     "field": "manifest has fields ['commit', 'more', 'previous', 'segments'], "
     "expected ['commit', 'previous', 'segments']",
-    "base64": "not base64: string argument should contain only ASCII characters",
+    "base64": "COMMIT is not base64: string argument should contain only ASCII characters",
     "commit_is_a_claim": "this object does not hold a COMMIT",
     "previous": "1:1 is not before 1:1",
     "previous_of_another_generation": "0:9 is not before 1:1",

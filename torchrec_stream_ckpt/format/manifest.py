@@ -21,6 +21,7 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, located
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.fields import record_of
 from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.parsing import from_base64
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, parse_fold_segment
@@ -288,12 +289,8 @@ def _check_names(refs: Iterable[SegmentRef], names: Iterable[str], where: str) -
 
 
 def _commit(text: object, where: str) -> Commit:
-    try:
-        commit = parse_control(base64.b64decode(_text(text, where), validate=True))
-    except ValueError as error:
-        raise CorruptionError(f"not base64: {error}", name=where) from None
-    except CorruptionError as error:
-        raise CorruptionError(error.message, hint=error.hint, **{"name": where, **error.where}) from None
+    with located(name=where):
+        commit = parse_control(from_base64(_text(text, where), "COMMIT"))
     if not isinstance(commit, Commit):
         raise CorruptionError("this object does not hold a COMMIT", name=where)
     return commit

@@ -84,11 +84,8 @@ class SegmentPart:
             begin, end = run[0].offset, run[-1].offset + run[-1].num_bytes
             data = objects.read(ref.name, begin, end)
             for entry in run:
-                try:
+                with located(offset=entry.offset, table=table_name(entry.table)):
                     check_chunk(entry, data[entry.offset - begin : entry.offset - begin + entry.num_bytes], ref.name)
-                except CorruptionError as error:
-                    table = table_name(entry.table)
-                    raise CorruptionError(error.message, name=ref.name, offset=entry.offset, table=table) from None
             yield end - begin
 
 
