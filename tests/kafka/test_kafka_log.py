@@ -279,6 +279,14 @@ def test_deleted_control_topic_is_not_taken_for_an_empty_one(log: Log, admin: An
 
 
 @pytest.mark.kafka
+def test_a_control_topic_that_has_lost_its_end_is_named(log: Log) -> None:
+    log.prepare(1)
+    offset = log.append_control(b"record")
+    with pytest.raises(CorruptionError, match=rf"ends at offset {offset + 1}, but was read up to 9: its end was lost"):
+        log.read_control(9)
+
+
+@pytest.mark.kafka
 def test_writer_without_a_topic_is_refused(log: Log) -> None:
     with pytest.raises(LogUnavailableError, match="does not exist"):
         log.open_writer(1, 0, 0)

@@ -8,12 +8,12 @@ from contextlib import suppress
 
 import confluent_kafka as ck
 
-from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, PrunedError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, LogUnavailableError, PrunedError
 from torchrec_stream_ckpt.log.kafka import topics
 from torchrec_stream_ckpt.log.kafka.brokers import Brokers
 from torchrec_stream_ckpt.log.kafka.health import TRIM_RIGHT
 from torchrec_stream_ckpt.log.kafka.producer import KafkaSender, append
-from torchrec_stream_ckpt.log.kafka.reader import Reader, not_there
+from torchrec_stream_ckpt.log.kafka.reader import Reader
 from torchrec_stream_ckpt.log.kafka.settings import control_settings
 
 
@@ -90,7 +90,10 @@ class ControlTopic:
         if start < low:
             raise PrunedError(f"the control topic begins at offset {low}, not at {start}", topic=self._topic)
         if start > high:
-            raise not_there(self._topic, 0, (low, high), (start, high))
+            raise CorruptionError(  # without a hint: the one that knows the second copy gives it
+                f"the control topic ends at offset {high}, but was read up to {start}: its end was lost",
+                topic=self._topic,
+            )
         return self._reader.records(self._topic, 0, start, high)
 
     def base(self) -> int:
