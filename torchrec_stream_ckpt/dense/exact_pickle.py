@@ -14,6 +14,7 @@ import importlib
 import pickle
 import sys
 from collections import OrderedDict
+from functools import lru_cache
 from io import BytesIO
 from typing import Any
 
@@ -56,15 +57,16 @@ def _array(value: np.ndarray[Any, Any]) -> tuple[Any, ...]:
     return np.ndarray, (value.shape, value.dtype, data, 0, None, "F" if columns_first else "C")
 
 
-def described_tensor(tensor: torch.Tensor) -> bytes | None:
+@lru_cache(maxsize=1024)  # an optimizer's states have the shape of their parameter
+def described_tensor(size: torch.Size, dtype: torch.dtype) -> bytes | None:
     """Return what ``torch.save`` pickles of a contiguous tensor of this shape and dtype. None if it is of another kind.
 
     That is without its values, which are in another file of the archive.
     """
-    if tensor.dtype not in _STORAGES:
+    if dtype not in _STORAGES:
         return None
     file = BytesIO()
-    _Description(file, 2).dump(torch.empty(tensor.size(), dtype=tensor.dtype, device="meta"))
+    _Description(file, 2).dump(torch.empty(size, dtype=dtype, device="meta"))
     return file.getvalue()
 
 

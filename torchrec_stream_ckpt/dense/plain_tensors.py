@@ -111,7 +111,8 @@ def _values(head: bytes, tail: bytes, length: int, target: torch.Tensor) -> int 
     described, order, values = (_content(head, files[name]) for name in ("data.pkl", "byteorder", "data/0"))
     if described is None or order is None or values is None:
         return None
-    if head[slice(*described)] != described_tensor(target) or head[slice(*order)] != sys.byteorder.encode():
+    wanted = described_tensor(target.size(), target.dtype), sys.byteorder.encode()
+    if (head[slice(*described)], head[slice(*order)]) != wanted:
         return None
     begin, end = values
     return begin if end - begin == num_bytes and end <= length else None
