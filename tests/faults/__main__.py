@@ -153,6 +153,7 @@ power, are network namespaces on one machine, with three brokers.
 - *refused*: markers whose bytes the fault itself destroyed, and whose restore was refused by name.
 - *lost*: committed markers that could not be restored. *wrong*: restores that differ, markers that should not exist,
   ranks that did not end as they must. One of either fails the run, and gets a column.
+- *seen*, in remarks: states that readers of a follower found, all of them right, and the greatest age of one.
 
 {board.markdown()}
 

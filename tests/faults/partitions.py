@@ -155,7 +155,7 @@ def hosts_fail(form: Form, site: Site, *names: str, faults: Mapping[str, Fault] 
                 job.await_reports(2)
                 row.remark = f"two more markers came {time.monotonic() - healed:.0f} s after it healed"
                 replicas.await_marker(job.reported()[-1])
-                row.remark += f", followers served them after {time.monotonic() - healed:.0f} s"
+                row.remark += f", followed after {time.monotonic() - healed:.0f} s"
                 check_bounds(job, row, settled, COMMIT_TIMEOUT_S)
             reported = job.reported()
         replicas.end()

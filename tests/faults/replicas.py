@@ -235,7 +235,8 @@ class Replicas:
             if wrong:
                 row.err(f"{mode}: {wrong}")
         for row in {row.fault: row for _, row in self.windows}.values():
-            row.remark += f"; {mode}: {counts[row.fault]} states, at most {ages[row.fault]:.1f} s old"
+            said = f"{mode} {ages[row.fault]:.0f} s old ({counts[row.fault]} seen)"
+            row.remark = "; ".join(filter(None, (row.remark, said)))
 
 
 def folder_of(subject: Subject, mode: FollowMode) -> Path:
