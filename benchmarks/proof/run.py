@@ -292,7 +292,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parse(parser, kills=2, peer_kills=0, rows=500, mean_s=0.3, ahead=100)
     os.environ["BENCH_START"] = "forkserver"
-    refuse_small_machine("proof", args, "five jobs, one after the other", memory=6 << 30, disk=8 << 30)
+    refuse_small_machine(
+        "proof", args, "five jobs, one after the other", memory=(2 if args.quick else 6) << 30, disk=8 << 30
+    )
     kept = args.folder or Path(tempfile.mkdtemp(prefix="proof-", dir=os.environ.get("BENCH_DIR")))
     kept.mkdir(parents=True, exist_ok=True)
     try:
