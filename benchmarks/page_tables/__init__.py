@@ -34,6 +34,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "four": costs.four,
     "freshness": freshness.quantiles,
     "freshness-paired": freshness.paired,
+    "freshness-work": freshness.work,
     "goals": goals.table,
     "growth": growth.exponents,
     "growth-memory": growth.memory,

@@ -45,8 +45,10 @@ def across(page: Path, case: str, *variants: str) -> Table:
     return found
 
 
-def goals(page: Path, case: str, variant: str = "") -> Table:
-    return costs.judged(page, newest(case, variant))
+def goals(page: Path, case: str, variant: str = "", word: str = "") -> Table:
+    """The goals of a result; with a word, those that have it: another part of the result was measured again since."""
+    head, *rows = costs.judged(page, newest(case, variant))
+    return [head, *(row for row in rows if not word or word in row[0].split())]
 
 
 def medians(page: Path, case: str, variant: str = "") -> Table:

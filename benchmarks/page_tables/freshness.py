@@ -8,6 +8,7 @@ from .results import Table, newest, three
 
 _ALL = ": of all rounds, ms"
 _ONES = ("p50", "p99", "worst")
+_WORK = ": work of the trainer, a step"
 
 
 def quantiles(page: Path, variant: str) -> Table:
@@ -32,6 +33,24 @@ def paired(page: Path, variant: str) -> Table:
                 share = f"{three(row['ratio'])} ({three(row['ratio_range'][0])}-{three(row['ratio_range'][1])})"
             found.append([point.name, name, point.taken(name), share])
     return found
+
+
+def work(page: Path, variant: str) -> Table:
+    """Return what the trainer's process has done in a step, counted: the median of the rounds."""
+    result = newest("freshness", variant)
+    rows = {
+        f"{log.removesuffix(_WORK)}, {way}": counts
+        for log, ways in result.facts.items()
+        if log.endswith(_WORK)
+        for way, counts in ways.items()
+    }
+    names = list(dict.fromkeys(name for counts in rows.values() for name in counts))
+    found = [[f"a step; {result.said(page)}", *names]]
+    return found + [[row, *map(_count, (counts[name] for name in names))] for row, counts in rows.items()]
+
+
+def _count(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else three(value)
 
 
 def worst_log(page: Path) -> list[str]:
