@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.optim import lr_scheduler
 
 from tests import ranks, warm
+from tests.jobs import settle
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Trainer, batch, trainer
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ReplicaMismatchError, SchemaMismatchError
@@ -280,8 +281,8 @@ def _watched(uri: str, order: str) -> list[str]:
     handed = {} if "left out" in order else {"schedule": Box(schedule) if "boxed" in order else schedule}
     if other is not None:
         handed["other"] = other
-    awaited = "marks" in order or "cut" in order or "micro" in order  # else a slow commit may skip the cut that counts
-    config = StreamConfig(uri=uri, marker_every=None if awaited else 2)
+    marked_here = "marks" in order or "cut" in order or "micro" in order
+    config = StreamConfig(uri=uri, marker_every=None if marked_here else 2)
     every = 3 if "micro" in order else 1  # batches for each step of the optimizer
 
     def advance() -> None:
@@ -303,6 +304,7 @@ def _watched(uri: str, order: str) -> list[str]:
             if due and not late and "first" not in order:
                 advance()
             checkpointer.step()
+            settle(checkpointer)  # a marker that takes long would skip the next cut
             if "cut" in order or ("micro" in order and step % 2):
                 checkpointer.mark().result(60)
             if due and late:

@@ -15,6 +15,7 @@ from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.flags import FlagParser, add_flags, config_from, settings_of
+from torchrec_stream_ckpt.native.kernel import VARIABLE
 
 
 @pytest.fixture
@@ -199,6 +200,7 @@ def test_config_says_what_holds_and_where_it_came_from(file: Path, monkeypatch: 
     monkeypatch.setenv("STREAM_CKPT_STANDBY", "30")
     monkeypatch.setenv("STREAM_CKPT_WIDTH", "150")
     monkeypatch.setenv("STREAM_CKPT_OTHER", "x")
+    monkeypatch.setenv(VARIABLE, "off")
     done = config("--file", str(file), "--metrics_port", "9400", "--json")
     assert done.exit_code == 0, done.output
     said = json.loads(done.stdout)
@@ -209,6 +211,7 @@ def test_config_says_what_holds_and_where_it_came_from(file: Path, monkeypatch: 
     assert said["settings"]["proof_bytes"]["from"] == "default"
     assert said["variables"] == {
         "STREAM_CKPT_BROKER_START_PORT": "stream-ckpt broker start --port",
+        VARIABLE: "the native kernel, in every program",
         "STREAM_CKPT_LIST_NEWEST": "stream-ckpt list --newest",
         "STREAM_CKPT_OTHER": "nothing reads it",
         "STREAM_CKPT_STANDBY": "--standby of training scripts",
