@@ -34,6 +34,8 @@ class TokenService:
     def __init__(self, token: Path, renew_s: float) -> None:
         self.sessions: list[str] = []
         """Tokens of the sessions that were given, oldest first."""
+        self.ended = 0
+        """Number of the oldest ones that have ended."""
         self.refuse = ""
         """Code of the error that all clients get; empty for none."""
         service = self
