@@ -496,17 +496,20 @@ _READ: dict[str, Callable[[Any], object]] = {
 """Reader of each part of a name, by the name of its group. All other parts are numbers."""
 
 
+def _groups(pattern: re.Pattern[str], name: str) -> tuple[Any, ...] | None:
+    """Return the parts of a name in order. Returns None if the pattern does not match."""
+    match = pattern.fullmatch(name)
+    return tuple(_READ.get(key, int)(text) for key, text in match.groupdict().items()) if match else None
+
+
 def _parts(pattern: re.Pattern[str], name: str, build: Callable[..., str]) -> tuple[Any, ...] | None:
     """Return the parts of a name in order. Returns None if it is not the name that ``build`` makes of them."""
-    match = pattern.fullmatch(name)
-    if match is None:
-        return None
-    found = tuple(_READ.get(key, int)(text) for key, text in match.groupdict().items())
-    return found if build(*found) == name else None
+    found = _groups(pattern, name)
+    return found if found is not None and build(*found) == name else None
 
 
 def _object(pattern: re.Pattern[str], name: str, kind: Callable[..., T]) -> T | None:
-    """Return the parsed name whose attribute ``name`` is this name. Returns None if there is none."""
-    make: Callable[..., Any] = kind
-    found = _parts(pattern, name, lambda *parts: make(*parts).name)
-    return kind(*found) if found else None
+    """Return the object of type ``kind`` whose attribute ``name`` is this name. Returns None for any other name."""
+    found = _groups(pattern, name)
+    made: Any = kind(*found) if found is not None else None
+    return made if made is not None and made.name == name else None
