@@ -28,7 +28,7 @@ class OwnBroker(Broker):
 
     @property
     def uri(self) -> str:
-        """Of a job."""
+        """URI of the log of a job on it."""
         return self.status().uri("job")
 
     def begin(self, die_with: int = 0) -> None:

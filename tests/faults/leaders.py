@@ -1,4 +1,4 @@
-"""What moves leaders of partitions under a job and its followers, and what separates followers from leaders."""
+"""Faults that move leaders of partitions under a job and its followers, or separate followers from leaders."""
 
 from __future__ import annotations
 

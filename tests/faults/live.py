@@ -55,7 +55,7 @@ class Orders:
     """What ``close`` is given then."""
 
     keeps_all: bool = False
-    """Whether the truth of every step is kept: a reader of rows may see any of them."""
+    """True to keep the truth of every step: a reader of rows may see any of them."""
 
     @property
     def memory(self) -> int:

@@ -37,7 +37,7 @@ PARTS = [
     ("t_wide", slice(16, 32)),
     ("t_small", slice(None)),
 ]
-"""What one rank sends of a row at once, under PLAN_2: other columns of the row may come earlier or later."""
+"""Columns of a row that one rank sends at once, under PLAN_2: other columns of the row may come earlier or later."""
 ALWAYS = (0, 4)
 """Parts of which every step trains rows, one of each rank."""
 _ENDS = np.cumsum([0, *(rows for name, _ in PARTS for known, rows, _, _ in TABLES if known == name)])
@@ -56,7 +56,7 @@ def sums_of(tables: Mapping[str, torch.Tensor]) -> Sums:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a reader has found, and when first."""
+    """Sums that a reader has found, and the time of the first such look."""
 
     at_s: float
     marker: MarkerId
@@ -73,7 +73,7 @@ class Report:
     starts: list[int] = field(default_factory=list)
     """How many of these there were when the follower started."""
     said: list[tuple[float, str]] = field(default_factory=list)
-    """What was logged, and when."""
+    """Times and messages of the log."""
 
 
 def serve(settings: StreamConfig, mode: FollowMode, folder: Path) -> Report:
@@ -115,7 +115,7 @@ def _read(tables: FollowedTables, report: Report, folder: Path) -> None:
 
 @dataclass
 class Generation:
-    """What was trained in a generation: its steps, when each one ended, and all rows after it, a line for each."""
+    """Truth of a generation: its steps, when each one ended, and all rows after it, a line for each."""
 
     steps: npt.NDArray[np.int64]
     ends_s: npt.NDArray[np.float64]
@@ -250,7 +250,7 @@ def served_by(subject: Subject, mode: FollowMode) -> str:
 
 
 def all_serve(subject: Subject, marker: MarkerId) -> bool:
-    """Whether all followers have reached a marker."""
+    """Return whether all followers have reached a marker."""
     served = [served_by(subject, mode) for mode in MODES]
     return all(each and MarkerId.parse(each.split()[0]) >= marker for each in served)
 
