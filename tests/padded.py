@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import numpy as np
@@ -67,3 +70,31 @@ def read(log: FileLog, stream: Publisher, *, generation: int = 1) -> tuple[list[
     assert found[-1][0] is Kind.MARK
     assert found[0][0] is Kind.HELLO
     return found, padding
+
+
+def short(calls: list[int]) -> Callable[..., int]:
+    """Return an ``os.pwritev`` of which every third call ends after seven blocks. ``calls`` gets the positions."""
+    real = os.pwritev
+
+    def pwritev(fd: int, parts: list[Any], position: int) -> int:
+        calls.append(position)
+        if len(calls) % 3 == 1:  # the next call begins inside the frame
+            return real(fd, [memoryview(parts[0])[: 7 * BLOCK]], position)
+        return real(fd, parts, position)
+
+    return pwritev
+
+
+def inside_a_block(calls: list[int]) -> Callable[..., int]:
+    """Return an ``os.pwritev`` of which each call ends inside a block. ``calls`` gets the positions."""
+
+    def pwritev(fd: int, parts: list[Any], position: int) -> int:
+        calls.append(position)
+        head = bytes(memoryview(parts[0])[: 5 * BLOCK + 64])
+        other = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
+        try:
+            return os.pwrite(other, head, position)
+        finally:
+            os.close(other)
+
+    return pwritev

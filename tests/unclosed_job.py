@@ -39,7 +39,7 @@ def busy_in_torch(ours: StreamCheckpointer) -> None:
     """The dense state takes longer to save than the end of a process may take."""
     interpreter_exit.GRACE_S = 0.2
 
-    def save(*_: object) -> None:
+    def save(*_: object, **__: object) -> None:
         while True:
             torch.ones(200_000).sum()
 
@@ -51,7 +51,7 @@ def one_rank_waits(ours: StreamCheckpointer) -> None:
     """Rank 1 saves dense state, and waits there for rank 0, which does not come."""
     interpreter_exit.GRACE_S = 0.5
     if dist.get_rank() == 0:
-        inside(ours).dense.save = lambda *_: time.sleep(60)  # type: ignore[method-assign]
+        inside(ours).dense.save = lambda *_, **__: time.sleep(60)  # type: ignore[method-assign]
     ours.mark()
     if dist.get_rank() == 0:
         time.sleep(3)

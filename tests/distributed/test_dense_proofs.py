@@ -26,6 +26,7 @@ from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, ProofMismatchError
 from torchrec_stream_ckpt.extras.interchange.dense_state import read_entries
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.inner import Control, read_stream
@@ -78,14 +79,14 @@ def _train(
         dense = inside(checkpointer).dense
         save_ = dense.save
 
-        def saving(staged: dict[str, Any], path: Path, marker: MarkerId) -> None:
+        def saving(staged: dict[str, Any], path: Path, marker: MarkerId, **how: bool) -> tuple[DenseFile, ...]:
             pattern = patterns[marker.marker - 1]
             fitting = [name for name in sorted(staged) if pattern and re.fullmatch(pattern, name)]
             names.append(fitting[0] if fitting else "")
             if fitting:
                 staged = {**staged, fitting[0]: copied(staged[fitting[0]])}
                 _flip(staged[fitting[0]])
-            save_(staged, path, marker)
+            return save_(staged, path, marker, **how)
 
         dense.save = saving  # type: ignore[method-assign]
         for _ in patterns:

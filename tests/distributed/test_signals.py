@@ -23,6 +23,7 @@ from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
 from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.save import stop_requests
@@ -245,10 +246,10 @@ def during_a_commit(job: Trainer, checkpointer: StreamCheckpointer) -> None:
     dense = inside(checkpointer).dense
     save, begun, going_on = dense.save, threading.Event(), threading.Event()
 
-    def saving(*args: Any) -> None:
+    def saving(*args: Any, **how: bool) -> tuple[DenseFile, ...]:
         begun.set()
         going_on.wait(60)
-        save(*args)
+        return save(*args, **how)
 
     dense.save = saving  # type: ignore[method-assign]
     checkpointer.mark()
@@ -321,7 +322,7 @@ def _too_late(folder: Path) -> tuple[list[str], float]:
             checkpointer.step()
             silent = torch.tensor(float(not said.lines))
             dist.all_reduce(silent)
-        inside(checkpointer).dense.save = lambda *_: going_on.wait(60)  # type: ignore[method-assign, assignment]
+        inside(checkpointer).dense.save = lambda *_, **__: going_on.wait(60)  # type: ignore[method-assign, assignment]
         send(STOP)
         begin = time.monotonic()
         while not checkpointer.should_stop:

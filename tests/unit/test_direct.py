@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.padded import at_page, read, send
+from tests.padded import at_page, inside_a_block, read, send, short
 from tests.parts import FileLog
 from tests.sampled import sampled
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
@@ -37,31 +37,6 @@ def histories() -> Iterator[list[tuple[Kind, int, int]]]:
         yield [
             (Kind.MARK if size < 4096 and rng.random() < 0.2 else Kind.ROWS, size, rng.randrange(256)) for size in sizes
         ]
-
-
-def short(calls: list[int]) -> Callable[..., int]:
-    real = os.pwritev
-
-    def pwritev(fd: int, parts: list[Any], position: int) -> int:
-        calls.append(position)
-        if len(calls) % 3 == 1:  # the next call begins inside the frame
-            return real(fd, [memoryview(parts[0])[: 7 * BLOCK]], position)
-        return real(fd, parts, position)
-
-    return pwritev
-
-
-def inside_a_block(calls: list[int]) -> Callable[..., int]:
-    def pwritev(fd: int, parts: list[Any], position: int) -> int:
-        calls.append(position)
-        head = bytes(memoryview(parts[0])[: 5 * BLOCK + 64])
-        other = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)
-        try:
-            return os.pwrite(other, head, position)
-        finally:
-            os.close(other)
-
-    return pwritev
 
 
 def failing(number: int, calls: list[int], blocks: int = 9) -> Callable[..., int]:

@@ -8,6 +8,7 @@ import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_stream_ckpt.dense import exact_pickle
+from torchrec_stream_ckpt.dense.hashed_file import HashedFile
 from torchrec_stream_ckpt.dense.plain_tensors import read_plain
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, SchemaMismatchError
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.util.durable import fsync_dir
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -31,39 +34,38 @@ Entries = Mapping[str, Any]
 """Name -> DCP's metadata."""
 
 
-class _DenseFile(io.BufferedWriter):
-    """A file that keeps the error of a write. torch's archive hides it behind "unexpected pos"."""
-
-    failure: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return super().write(data)
-        except OSError as error:
-            self.failure = error
-            raise
-
-
 class _Files(FileSystem):
     """DCP's file system, for writing. A full disk is an OSError, whichever write met it."""
 
+    def __init__(self, *, direct: bool) -> None:
+        super().__init__()
+        self._direct = direct
+        self.written: dict[str, DenseFile] = {}
+        """The files, by name."""
+
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        with _DenseFile(io.FileIO(path, mode.rstrip("b"))) as part:
+        with HashedFile(Path(path), direct=self._direct) as file:
             try:
-                yield part
+                yield file
             except RuntimeError:
-                if part.failure is None:
+                if file.failure is None:
                     raise
-                raise part.failure from None
+                raise file.failure from None
+        self.written[Path(path).name] = file.digest
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        super().rename(path, new_path)
+        name = Path(new_path).name
+        self.written[name] = replace(self.written.pop(Path(path).name), name=name)
 
 
 class _Writer(FileSystemWriter):
     """DCP's writer, with failpoints between its parts."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, direct: bool) -> None:
         super().__init__(path)
-        self.fs = _Files()
+        self.fs: _Files = _Files(direct=direct)
 
     def write_data(self, plan: Any, planner: Any) -> Any:
         failpoint("dense.part")
@@ -74,6 +76,9 @@ class _Writer(FileSystemWriter):
     def finish(self, metadata: Any, results: Any) -> None:
         failpoint("dense.metadata")
         super().finish(metadata, results)
+        folder = Path(self.path)
+        fsync_dir(folder)
+        fsync_dir(folder.parent)
 
 
 class DenseReader(FileSystemReader):
@@ -97,10 +102,21 @@ def _as_error() -> Iterator[None]:
         raise RuntimeError("; ".join(said)) from error
 
 
-def save_together(state: dict[str, Any], path: Path, group: dist.ProcessGroup) -> None:
-    """(all ranks) Write each rank's part. Returns when it is durable."""
+def save_together(
+    state: dict[str, Any], path: Path, group: dist.ProcessGroup, *, direct: bool = False
+) -> tuple[DenseFile, ...]:
+    """(all ranks) Write each rank's part. Returns the files that this rank wrote, by name, when they are durable.
+
+    Args:
+        state: This rank's part.
+        path: Directory of the files.
+        group: The ranks.
+        direct: True to write past the page cache.
+    """
+    writer = _Writer(path, direct=direct)
     with _as_error():
-        save(state, storage_writer=_Writer(path), process_group=group)
+        save(state, storage_writer=writer, process_group=group)
+    return tuple(file for _, file in sorted(writer.fs.written.items()))
 
 
 def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
@@ -123,16 +139,6 @@ def come_together(marker: MarkerId, group: dist.ProcessGroup) -> None:
             )
         if marker == min(markers):
             return
-
-
-def written_by(path: Path, rank: int) -> list[str]:
-    """Return the names of the files that ``rank`` wrote into a dense directory. Rank 0 also wrote DCP's metadata."""
-    mine = [entry.name for entry in path.iterdir() if entry.name.startswith(f"__{rank}_")]
-    if rank == 0:
-        fsync_dir(path)
-        fsync_dir(path.parent)
-        mine.append(".metadata")
-    return mine
 
 
 def load_here(state: dict[str, Any], reader: DenseReader) -> dict[str, Any]:

@@ -54,6 +54,7 @@ from torchrec_stream_ckpt.dense.saved_dense import REPLICAS
 from torchrec_stream_ckpt.dense.schedules import State
 from torchrec_stream_ckpt.dense.stateful_objects import blob_of, state_of, stateful_title, title_of
 from torchrec_stream_ckpt.errors import CaptureMismatchError, UnsupportedError
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.model import wrapper_parameters, wrapper_states
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -272,8 +273,19 @@ class DenseState:
             )
         return ""
 
-    def save(self, staged: dict[str, Any], path: Path, marker: MarkerId) -> None:
-        """(all ranks, commit thread) Write the result of :meth:`stage`. Returns when it is durable. Collective.
+    def save(
+        self, staged: dict[str, Any], path: Path, marker: MarkerId, *, direct: bool = False
+    ) -> tuple[DenseFile, ...]:
+        """(all ranks, commit thread) Write the result of :meth:`stage`. Collective.
+
+        Args:
+            staged: The result.
+            path: Directory of the files.
+            marker: The marker.
+            direct: True to write past the page cache.
+
+        Returns:
+            The files that this rank wrote, now durable.
 
         Raises:
             MarkerFailedError: The other ranks have given this marker up.
@@ -281,7 +293,7 @@ class DenseState:
         """
         self._staged = None  # left over if the marker was not proved
         come_together(marker, self._group)
-        save_together(staged, path, self._group)
+        files = save_together(staged, path, self._group, direct=direct)
         if changed := list(differing(staged, self._compared)):
             raise CaptureMismatchError(
                 f"the saved copy of {changed[0]} differs from the live tensor at the cut",
@@ -289,6 +301,7 @@ class DenseState:
                 marker=marker,
                 rank=self._rank,
             )
+        return files
 
     def end(self) -> None:
         """End saving: release the thread, the group and the hooks."""

@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from torchrec_stream_ckpt.dense.dcp import written_by
 from torchrec_stream_ckpt.dense.dense_state import DenseState
 from torchrec_stream_ckpt.dense.replica_check import all_same, check_same
 from torchrec_stream_ckpt.errors import (
@@ -50,7 +49,6 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.record import PIN, Meta
 from torchrec_stream_ckpt.log.worker import Worker
@@ -272,6 +270,7 @@ class Coordinator:
         again: (rank 0) Finds rows that must be sent again.
         pins: (rank 0) Store that keeps the pins of markers.
         heard: (rank 0) Called on the outcome thread with each valid COMMIT.
+        direct: True to write the dense state past the page cache.
     """
 
     def __init__(
@@ -283,9 +282,12 @@ class Coordinator:
         again: Again | None = None,
         pins: Objects | None = None,
         heard: Callable[[Commit], None] | None = None,
+        *,
+        direct: bool = False,
     ) -> None:
         self._generation = generation
         self._dense = dense
+        self._direct = direct
         self._team = team
         self._timeout_s = timeout_s
         # One thread for all markers: starting a thread makes the training thread wait for it, and for the interpreter.
@@ -519,9 +521,8 @@ class Coordinator:
         folder = store.writing(job, marker)
         try:
             failpoint("dense.save")
-            self._dense.save(staged, folder, marker)
+            files = self._dense.save(staged, folder, marker, direct=self._direct)
             failpoint("dense.saved")
-            files = digest_files(folder, written_by(folder, self._team.rank))
             store.publish(job, marker, files)
         finally:
             store.settle(job, marker)

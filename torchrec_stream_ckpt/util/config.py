@@ -107,12 +107,13 @@ class StreamConfig:
     If it is full, all ranks give the marker up, and its rows go with the next one."""
     log_writes: Annotated[
         Literal["buffered", "direct"],
-        Spec("{buffered,direct}", "buffered: leave what a file log writes in the page cache", alike=True),
+        Spec("{buffered,direct}", "buffered: leave what is written to a folder in the page cache", alike=True),
     ] = "direct"
-    """Way in which a file log is written. ``direct`` writes frames of 256 KiB and more past the page cache, which takes
-    less CPU time. A reader on the same host, such as a relay, a follower or a HEAD, then reads them from the disk.
-    ``buffered`` leaves them in the page cache. If the file system refuses direct writes, all are buffered, which
-    ``stats().log_writes`` and ``stream-ckpt doctor`` report."""
+    """Way in which a file log is written, and the dense state if the store is a folder. ``direct`` writes frames of
+    256 KiB and more, and dense files in pieces of 1 MiB, past the page cache, which takes less CPU time. A reader on
+    the same host, such as a relay, a follower or a restart, then reads them from the disk. ``buffered`` leaves them in
+    the page cache. If the file system refuses direct writes, all are buffered, which ``stats().log_writes`` and
+    ``stream-ckpt doctor`` report of the log."""
     dense_copy: Literal["at_once", "lazy"] = "at_once"
     """When a marker copies the dense state. With ``lazy``, large parameters and tensors of optimizers are copied while
     training continues with the next forward and backward, so a marker delays training less. The next optimizer step

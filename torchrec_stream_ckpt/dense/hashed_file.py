@@ -1,0 +1,129 @@
+"""Write a file of a marker's dense state: hashed as it is written, and past the page cache where the disk allows it.
+
+Data in fresh pages of the page cache, read from there again for a digest, costs more CPU time than its SHA-256.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import logging
+import mmap
+import os
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torchrec_stream_ckpt.format.dense_files import DenseFile
+from torchrec_stream_ckpt.format.padding import BLOCK
+from torchrec_stream_ckpt.log.direct import REFUSALS, in_memory, refused, write_blocks
+from torchrec_stream_ckpt.log.disk import file_system
+from torchrec_stream_ckpt.util.durable import write_all
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 256 * BLOCK
+"""Bytes that are written at a time. A file that is shorter goes through the page cache."""
+
+
+class HashedFile(io.BufferedIOBase):
+    """A file that is written from its begin on. One that exists is emptied; a link is not followed.
+
+    Args:
+        path: Path of the file.
+        direct: True to write past the page cache. A file system that refuses that gets the same bytes through it.
+    """
+
+    def __init__(self, path: Path, *, direct: bool) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._direct_fd = -1
+        self._direct = direct
+        self._piece = mmap.mmap(-1, PIECE_BYTES)
+        """Bytes that are not written yet, at an address that direct writes accept."""
+        self._held = 0
+        self._written = 0
+        self._sha256 = hashlib.sha256()
+        self.failure: OSError | None = None
+        """Error of a write. torch's archive hides it behind "unexpected pos"."""
+
+    def writable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._written + self._held
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        self._sha256.update(view)
+        rest = view
+        while rest:
+            part = rest[: PIECE_BYTES - self._held]
+            if len(part) == PIECE_BYTES and not self._direct:
+                self._put(rest)
+                break
+            self._piece[self._held : self._held + len(part)] = part
+            self._held += len(part)
+            rest = rest[len(part) :]
+            if self._held == PIECE_BYTES:
+                self._put_held()
+        return len(view)
+
+    def fileno(self) -> int:
+        """Return the descriptor, for a sync. All bytes are written before; ``flush``, which torch calls after each
+        tensor, writes none."""
+        self._put_held()
+        return self._fd
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        try:
+            if self.failure is None:
+                self._put_held()
+        finally:
+            super().close()
+            for fd in (self._fd, self._direct_fd):
+                if fd >= 0:
+                    os.close(fd)
+
+    @property
+    def digest(self) -> DenseFile:
+        """Name, length and SHA-256 of all that was written."""
+        return DenseFile(self._path.name, self.tell(), self._sha256.hexdigest())
+
+    def _put_held(self) -> None:
+        held, self._held = self._held, 0
+        self._put(memoryview(self._piece)[:held])
+
+    def _put(self, data: memoryview) -> None:
+        try:
+            rest = self._put_blocks(data) if self._direct and len(data) == PIECE_BYTES else [data]
+            os.lseek(self._fd, self._written + len(data) - sum(map(len, rest)), os.SEEK_SET)
+            write_all(self._fd, rest)
+        except OSError as error:
+            self.failure = error
+            raise
+        self._written += len(data)
+
+    def _put_blocks(self, piece: memoryview) -> list[memoryview]:
+        """Write a piece past the page cache. Returns the rest that must go through it."""
+        if self._written % BLOCK or in_memory(self._path.parent):
+            self._direct = False
+            return [piece]
+        try:
+            if self._direct_fd < 0:
+                self._direct_fd = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+            return write_blocks(self._direct_fd, [piece], self._written)
+        except OSError as error:
+            if error.errno not in REFUSALS:
+                raise
+            self._direct = False
+            _warn(refused(file_system(self._path.parent), error))
+            return [piece]
+
+
+@cache
+def _warn(reason: str) -> None:
+    """Say once why dense state is written through the page cache."""
+    log.warning("dense state is written through the page cache, which takes more CPU time: %s", reason)
