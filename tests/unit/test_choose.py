@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,12 @@ from tests.unit.snapshot_log import note
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
 from torchrec_stream_ckpt.find import job as route_job
 from torchrec_stream_ckpt.find.route import Shards
+from torchrec_stream_ckpt.format import commits
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.frame import HEADER_LEN, json_frame
 from torchrec_stream_ckpt.format.lineage import Lineage
+from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.inner import Control, Route, find, open_store
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
@@ -26,7 +30,7 @@ from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.restore.plan import plan_reads
 from torchrec_stream_ckpt.store.dense import DenseFolder
-from torchrec_stream_ckpt.util.layout import dense_name
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE, dense_name
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, TableShard
 from torchrec_stream_ckpt.verify.verdicts import Verifier
 
@@ -103,6 +107,58 @@ def test_a_marker_is_chosen_without_opening_a_stream(tmp_path: Path) -> None:
     assert all(
         read.shards == choice.shards[read.interval.commit.generation][read.interval.end.rank] for read in plan.reads
     )
+
+
+def test_the_choice_opens_the_commit_of_the_marker_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[int] = []
+    open_commit = commits.open_commit
+    monkeypatch.setattr(commits, "open_commit", lambda frame: opened.append(len(frame)) or open_commit(frame))
+    for generations in (4, 16):
+        opened.clear()
+        job, lineage = grown(tmp_path / f"{generations}", *[True] * generations)
+        choice = choose(job.log, lineage, DenseFolder(job.root), None)
+        assert choice is not None
+        assert (choice.marker.generation, len(opened)) == (generations, 1)
+        plan_reads(choice, SCHEMA, TARGETS)
+        assert len(opened) == generations, "the plan reads the ends of all streams"
+        fold(job.root, Policy(rebase=0, compact="none"), upto=MarkerId(generations - 1, 1))
+        opened.clear()
+        choice = choose(job.log, Control(job.log).refresh(), DenseFolder(job.root), None, open_store(str(job.root)))
+        assert choice is not None
+        opened.clear()
+        assert {each.commit.generation for each in choice.intervals} == {generations}
+        assert opened == [], "what the store holds is not looked for in the log"
+
+
+def test_a_wrong_commit_of_an_older_generation_is_named_once_its_rows_are_planned(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, True, True, True)
+    first = lineage.find(MarkerId(1, 1))
+    text = first.to_frame()[HEADER_LEN:].decode("ascii")
+    wrong = json_frame(first.header(), text.replace('"time_s":', '"tine_s":').rstrip(" ").encode("ascii"))
+    control = tmp_path / CONTROL_FILE
+    control.write_bytes(control.read_bytes().replace(first.to_frame(), wrong))
+    lineage = Control(job.log).refresh()
+    choice = choose(job.log, lineage, DenseFolder(tmp_path), None)
+    assert choice is not None
+    assert choice.marker == MarkerId(3, 1)
+    with pytest.raises(CorruptionError, match="COMMIT") as refused:
+        plan_reads(choice, SCHEMA, TARGETS)
+    assert refused.value.where["marker"] == MarkerId(1, 1)
+    with pytest.raises(CorruptionError, match="COMMIT"):
+        choose(job.log, lineage, DenseFolder(tmp_path), MarkerId(1, 1))
+
+
+def test_a_commit_with_other_ranks_than_the_layout_of_its_claim_is_refused(tmp_path: Path) -> None:
+    job, lineage = grown(tmp_path, True, True)
+    words = "the COMMIT has 3 ranks, but the layout in its CLAIM has 2"
+    for marker in (MarkerId(1, 1), MarkerId(2, 1)):
+        commit = lineage.find(marker)
+        more = replace(commit, ranks=RankEnds.of([*commit.ranks, replace(commit.ranks[1], rank=2)]))
+        lineage.commits[marker] = more
+        with pytest.raises(CorruptionError, match=words) as refused:
+            plan_reads(locate(lineage, MarkerId(2, 1)).complete(job.log), SCHEMA, TARGETS)
+        assert refused.value.where["marker"] == marker
+        lineage.commits[marker] = commit
 
 
 def test_the_streams_of_generations_without_a_layout_are_asked(tmp_path: Path) -> None:

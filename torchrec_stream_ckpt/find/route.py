@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Incarnation, LogReader
-from torchrec_stream_ckpt.log.stream import held_by
+from torchrec_stream_ckpt.log.stream import read_hello
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.catalog import Catalog, Picked, Piece, Stride
 from torchrec_stream_ckpt.store.identity import place_of
@@ -220,12 +220,12 @@ class Route:
         """
         self.check_trimmed(log)  # first, because a recovered log is also another log
         walked = generations(self.lineage, self.marker, self.reach)
-        check_incarnation(log, self.lineage, self.marker, (commit.generation for commit, _ in walked))
+        check_incarnation(log, self.lineage, self.marker, (each.generation for each, _ in walked))
 
     def check_trimmed(self, log: LogReader) -> None:
         """Check that the log still has intervals that a TRIM covers: it may delete less. Raises as :meth:`check`."""
         walked = generations(self.lineage, self.marker, self.reach)
-        if any(self.lineage.trims.of(commit.generation) is not None for commit, _ in walked):
+        if any(self.lineage.trims.of(each.generation) is not None for each, _ in walked):
             check_there(log, self.lineage, self.marker, self.intervals)
 
     def wrote_to(self, now: Incarnation | None) -> bool:
@@ -240,12 +240,10 @@ class Route:
         Raises:
             CorruptionError: a stream is missing or too short.
         """
-        own = [
-            each
-            for each in generations(self.lineage, self.marker, self.reach)
-            if each[0].generation == self.marker.generation
-        ]
-        log.check_there([each.span for commit, after in own for each in intervals_of(self.claim, commit, after)])
+        for marker, after in generations(self.lineage, self.marker, self.reach):
+            if marker == self.marker:
+                previous = self.lineage.find(after) if after is not None else None
+                log.check_there([each.span for each in intervals_of(self.claim, self.commit, previous)])
 
     # Shards of the ranks.
 
@@ -254,8 +252,8 @@ class Route:
 
         The result can be sent to other ranks.
 
-        Shards come from the CLAIMs. HELLOs in the log are read only for generations whose CLAIM has none. Whether the
-        HELLOs agree is checked when the streams are read.
+        Shards come from the CLAIMs. COMMITs of older generations, and HELLOs in the log, are read only if a CLAIM has
+        none. Whether the HELLOs agree is checked when the streams are read.
 
         Args:
             log: The job's log.
@@ -266,12 +264,18 @@ class Route:
         """
         known = known or {}
         found: dict[int, Sequence[tuple[TableShard, ...]]] = {}
-        for commit, after in generations(self.lineage, self.marker, self.reach):
-            claim = self.lineage.claims[commit.generation]
+        bare: list[MarkerId] = []
+        for marker, after in generations(self.lineage, self.marker, self.reach):
+            claim = self.lineage.claims[marker.generation]
             if self.stored is not None and after is not None:
-                found[commit.generation] = layout_of(claim, self.notes)
+                found[marker.generation] = layout_of(claim, self.notes)
+            elif (layout := known.get(marker.generation) or claim.layout) is not None:
+                found[marker.generation] = layout
             else:
-                found[commit.generation] = known.get(commit.generation) or _in_log(log, claim, commit)
+                bare.append(marker)
+        for commit in self.lineage.commits.named(bare):
+            claim = self.lineage.claims[commit.generation]
+            found[commit.generation] = tuple(read_hello(log, claim, commit, end).shards for end in commit.ranks)
         return replace(self, lineage=towards(self.lineage, self.marker, self.since), shards=found)
 
     def all_shards(self) -> Shards:
@@ -371,13 +375,6 @@ def source_of(marker: MarkerId, reach: MarkerId | None) -> str:
     return "log" if reach is None else "store" if reach == marker else "store+log"
 
 
-def _in_log(log: LogReader, claim: Claim, commit: Commit) -> Sequence[tuple[TableShard, ...]]:
-    """Return the shards of each rank in a generation, from the CLAIM or, if it has none, from the HELLOs in the log."""
-    if claim.layout is not None and len(claim.layout) == len(commit.ranks):
-        return claim.layout
-    return tuple(held_by(log, claim, commit, end) for end in commit.ranks)
-
-
 def layout_of(claim: Claim, notes: Sequence[Notes]) -> Sequence[tuple[TableShard, ...]]:
     """Return the shards of the ranks from the store, after a check against the CLAIM or, without it, the tables."""
     held = tuple(each.shards for each in notes)
@@ -409,7 +406,7 @@ def warm(head: HeadState | None, lineage: Lineage, marker: MarkerId) -> HeadStat
     """Return ``head`` if its marker is on the path to ``marker`` and is the same as in the log, otherwise None."""
     if head is None:
         return None
-    if head.commit not in lineage.chain(marker):
+    if head.marker not in lineage.leading_to(marker) or lineage.find(head.marker) != head.commit:
         _log.info("HEAD is not used: it is at marker %s, which does not lead to %s", head.marker, marker)
         return None
     schema = lineage.claims[head.marker.generation].schema

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind
@@ -56,8 +57,8 @@ def intervals_of(claim: Claim, commit: Commit, previous: Commit | None) -> Itera
 
 def generations(
     lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None
-) -> Iterator[tuple[Commit, Commit | None]]:
-    """Yield the generations from which the log must provide frames for a marker.
+) -> Iterator[tuple[MarkerId, MarkerId | None]]:
+    """Yield the generations from which the log must provide frames for a marker, without reading their COMMITs.
 
     Args:
         lineage: Lineage of the control partition.
@@ -65,17 +66,26 @@ def generations(
         reach: Marker on its path up to which another source provides all rows.
 
     Yields:
-        (the generation's commit on the path, the commit from which its streams are read). The second is None if they
+        (the generation's marker on the path, the marker from which its streams are read). The second is None if they
         are read from HELLO.
     """
-    for ancestor in lineage.path(marker):
+    for ancestor in lineage.way(marker):
         if reach is None or ancestor.generation > reach.generation:
             yield ancestor, None
-        elif ancestor.generation == reach.generation and ancestor.id != reach:
-            yield ancestor, lineage.find(reach)
+        elif ancestor.generation == reach.generation and ancestor != reach:
+            yield ancestor, reach
 
 
 def intervals(lineage: Lineage, marker: MarkerId, reach: MarkerId | None = None) -> Iterator[Interval]:
-    """Yield the intervals that the log must provide for a marker, in the order of its path, of all ranks."""
-    for commit, previous in generations(lineage, marker, reach):
-        yield from intervals_of(lineage.claims[commit.generation], commit, previous)
+    """Yield the intervals that the log must provide for a marker, in the order of its path, of all ranks.
+
+    Raises:
+        CorruptionError: a COMMIT has a wrong field, or another number of ranks than the layout in its CLAIM.
+    """
+    walked = dict(generations(lineage, marker, reach))
+    for commit in lineage.commits.named(walked):
+        claim, after = lineage.claims[commit.generation], walked[commit.id]
+        if claim.layout is not None and len(claim.layout) != len(commit.ranks):
+            said = f"the COMMIT has {len(commit.ranks)} ranks, but the layout in its CLAIM has {len(claim.layout)}"
+            raise CorruptionError(said, marker=commit.id)
+        yield from intervals_of(claim, commit, lineage.find(after) if after is not None else None)
