@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import json
 
-from tests.unit.test_evolve_messages import HERE, SAVED, pasted, refusal
+import numpy as np
+import pytest
+
+from tests.unit.test_evolve_messages import HERE, SAVED, A, pasted, refusal
+from torchrec_stream_ckpt import Changes, IdMap, RowChange
 from torchrec_stream_ckpt.evolve.model_evolution import evolve
+from torchrec_stream_ckpt.evolve.row_maps import RowMap
 from torchrec_stream_ckpt.inner import EvolutionReport
 
 
@@ -43,3 +48,16 @@ def test_a_model_as_it_was_has_a_line_of_totals_alone() -> None:
     (line,) = report.lines()
     assert line == "kept 8.1 kB, fresh 0 B, dropped 0 B; sent whole 0 B"
     assert {part.label for part in report.parts} == {"exact"}
+
+
+def test_the_rows_of_an_id_map_are_counted_once_each_and_none_is_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``np.unique`` hashes each row: twice in a report, which cost a restore more than to write the rows."""
+    turned = IdMap(np.arange(100), np.arange(100)[::-1])
+    model = evolve(SAVED, SAVED, Changes(rows={A.name: RowChange(100, turned)}))
+    hashed: list[int] = []
+    monkeypatch.setattr(np, "unique", lambda rows, **_: hashed.append(len(rows)))
+    (part,) = (each for each in EvolutionReport.of(model).parts if each.name == A.name)
+    assert part.rows == (100, 0, 0)
+    assert RowMap(4, np.array([0, 3, 3, 9]), np.array([5, 1, 0, 2])).sources == 3, "a row may go to several places"
+    assert RowMap(0, np.zeros(0, np.int64), np.zeros(0, np.int64)).sources == 0
+    assert hashed == []

@@ -219,7 +219,7 @@ class RowMap:
     @property
     def sources(self) -> int:
         """Number of rows of the marker that are kept."""
-        return self.count if self.old_ids is None else len(np.unique(self.old_ids))
+        return self.count if self.old_ids is None else int(np.count_nonzero(np.diff(self.old_ids, prepend=-1)))
 
     @property
     def pairs(self) -> tuple[Ids, Ids]:

@@ -148,9 +148,11 @@ class RowPlane(Plane):
 
     def put(self, places: Places, values: Array, col0: int = 0) -> None:
         rows = self._rows[places]
-        here = np.flatnonzero(rows >= 0)
-        if len(here):
-            super().put(rows[here], values[here], col0)
+        here = rows >= 0
+        if not here.all():
+            rows, values = rows[here], values[here]
+        if len(rows):
+            super().put(rows, values, col0)
 
 
 class CastPlane:
