@@ -52,6 +52,7 @@ class DenseGuard:
     ) -> None:
         self._model, self._optimizer, self._optimizers = model, optimizer, dict(optimizers)
         self._parts = optimizer_parts(optimizer)
+        self._known = frozenset(map(id, self._parts))
         self._others: WeakSet[torch.optim.Optimizer] = WeakSet()
         """Optimizers that have stepped and were not handed over. Deleted optimizers have no state to lose."""
         parameters = dict(view.named_parameters())
@@ -67,11 +68,10 @@ class DenseGuard:
         """Note that an optimizer of this process has made a step, whether it was handed over or not.
 
         The parts of a CombinedOptimizer are noted: after ``DMP.reshard``, TorchRec needs a new one around the existing
-        dense optimizers.
+        dense optimizers. If those of one that was handed over have changed, :meth:`check` rejects that.
         """
-        for each in combined_parts(optimizer):
-            if not any(each is part for part in self._parts):
-                self._others.add(each)
+        if id(optimizer) not in self._known:
+            self._others.update(each for each in combined_parts(optimizer) if id(each) not in self._known)
 
     def check(self, view: nn.Module) -> None:
         """(each cut) Compare the dense part with the checked one. Local, reads no values.

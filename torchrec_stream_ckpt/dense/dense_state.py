@@ -123,7 +123,7 @@ class DenseState:
 
     def watch(self) -> None:
         """Observe optimizer steps, until :meth:`end`. A lazy copy ends before they write."""
-        self.live.watch(self._settle)
+        self.live.watch(self._settle if self._lazy else None)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # it is called within a compiled step
     def _settle(self) -> None:

@@ -34,7 +34,7 @@ def load_gradients(
     for name, parameter in matched.items():
         value = torch.zeros_like(parameter) if name in zeros else loaded.get(name)
         set_gradient(parameter, value.detach() if value is not None else None)
-    gradients.loaded(matched.values(), [matched[name] for name in zeros if name in matched])
+    gradients.loaded([matched[name] for name in zeros if name in matched])
 
 
 def _values(

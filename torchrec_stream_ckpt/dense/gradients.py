@@ -20,7 +20,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -32,13 +35,14 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.model import GradientVersion, unreduced, watch_no_sync, watch_zero_grad
+from torchrec_stream_ckpt.model import GradientNote, unreduced, watch_no_sync, watch_zero_grad
 
 log = logging.getLogger(__name__)
 
 GRADIENT, INDICES, VALUES = "grad", "grad_indices", "grad_values"
 """Prefixes of the entries of gradients: whole ones, and the two tensors of sparse ones."""
 GRADIENTS = (f"{GRADIENT}.", f"{INDICES}.", f"{VALUES}.")
+_NOTHING, _PARAMETERS = GradientNote(), itemgetter("params")
 _BOUNDARY = "mark at the accumulation boundary: after the optimizer's step, and before the next backward"
 
 
@@ -70,11 +74,13 @@ class _Steps:
     """True if they were not cleared between two of its steps: it has read their values again."""
     assumed: bool = False
     """True if a marker since its last step assumes that their values are not read again."""
-    consumed: dict[int, GradientVersion] = field(default_factory=dict)
-    """By parameter: its gradient, as the last step has left it."""
+    consumed: GradientNote = _NOTHING
+    """The gradients as the last step has left them."""
+    zeroed: GradientNote = _NOTHING
+    """The gradients that the last ``zero_grad()`` has set to zeros."""
 
     def parameters(self) -> Iterator[torch.Tensor]:
-        return (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        return chain.from_iterable(map(_PARAMETERS, self.optimizer.param_groups))
 
     def end(self) -> None:
         """Note the gradients that a step has consumed."""
@@ -88,7 +94,11 @@ class _Steps:
                     type(self.optimizer).__name__,
                 )
         self.begun = self.cleared = self.assumed = False
-        self.consumed = _versions(self.parameters())
+        self.consumed = GradientNote(self.parameters())
+
+    def clear(self) -> None:
+        """Note that the gradients are None, or zeros."""
+        self.cleared, self.zeroed = True, GradientNote(self.parameters())
 
 
 class Gradients:
@@ -102,8 +112,8 @@ class Gradients:
     def __init__(self, model: nn.Module, optimizers: Mapping[str, torch.optim.Optimizer]) -> None:
         self._model = model
         self._steps = {id(optimizer): _Steps(optimizer) for optimizer in optimizers.values()}
-        self._zeroed: dict[int, GradientVersion] = {}
-        """By parameter: a gradient that was zeroed in place, in its state at that time."""
+        self._zeros = _NOTHING
+        """The gradients that the last restore set to zeros."""
         self._apart: WeakKeyDictionary[nn.Module, bool] = WeakKeyDictionary()
         """DDP wrappers whose ``no_sync()`` was entered, and which are not known to have averaged gradients since."""
         self._removers: list[Callable[[], None]] = []
@@ -112,12 +122,12 @@ class Gradients:
         """Start to observe calls that clear gradients, and ``no_sync()``, until :meth:`unwatch`."""
         for steps in self._steps.values():
             if _is_torchs_own(steps.optimizer, torch.optim.Optimizer):
-                self._removers.append(watch_zero_grad(steps.optimizer, _Cleared(self, [steps])))
+                self._removers.append(watch_zero_grad(steps.optimizer, steps.clear))
         if _is_torchs_own(self._model, nn.Module):
-            self._removers.append(watch_zero_grad(self._model, _Cleared(self, list(self._steps.values()))))
+            self._removers.append(watch_zero_grad(self._model, self._clear))
         for module in self._model.modules():
             if isinstance(module, DistributedDataParallel):
-                self._removers.append(watch_no_sync(module, _Entered(self._apart, module)))
+                self._removers.append(watch_no_sync(module, partial(self._apart.__setitem__, module, True)))
 
     def unwatch(self) -> None:
         """Remove all hooks from the optimizers and the model."""
@@ -157,19 +167,16 @@ class Gradients:
             _add_values(taken, name, gradient)
         return taken
 
-    def loaded(self, parameters: Iterable[nn.Parameter], zeros: Iterable[nn.Parameter]) -> None:
-        """Note that gradients were restored: those of ``zeros`` are zeros, the others were consumed by no step."""
+    def loaded(self, zeros: Iterable[nn.Parameter]) -> None:
+        """Note that all gradients were restored: those of ``zeros`` are zeros, the others were consumed by no step."""
         for steps in self._steps.values():
-            steps.consumed, steps.cleared, steps.assumed = {}, False, False
-        for parameter in parameters:
-            self._zeroed.pop(id(parameter), None)
-        self._zeroed |= _versions(zeros)
+            steps.consumed, steps.zeroed, steps.cleared, steps.assumed = _NOTHING, _NOTHING, False, False
+        self._zeros = GradientNote(zeros)
 
-    def cleared(self, all_steps: Iterable[_Steps]) -> None:
-        """Note that the gradients of these optimizers are None, or zeros."""
-        for steps in all_steps:
-            steps.cleared = True
-            self._zeroed |= _versions(steps.parameters())
+    def _clear(self) -> None:
+        """Note that the gradients of all optimizers are None, or zeros."""
+        for steps in self._steps.values():
+            steps.clear()
 
     def _holders(self) -> dict[int, list[_Steps]]:
         """Return the optimizers of each parameter."""
@@ -183,13 +190,10 @@ class Gradients:
         """Return whether the values of a gradient are zeros, or will be cleared before they are read."""
         if gradient.dtype != parameter.dtype:
             return False
-        zeroed = self._zeroed.get(id(parameter))
-        if zeroed is not None and zeroed.is_now(parameter):
+        if any(note.is_now(parameter) for note in (self._zeros, *(steps.zeroed for steps in holders))):
             return True
-        for steps in holders:
-            consumed = steps.consumed.get(id(parameter))
-            if steps.kept or not steps.clears or consumed is None or not consumed.is_now(parameter):
-                return False
+        if any(steps.kept or not steps.clears or not steps.consumed.is_now(parameter) for steps in holders):
+            return False
         for steps in holders:
             steps.assumed = True
         return bool(holders)
@@ -217,34 +221,9 @@ class Gradients:
         return found
 
 
-class _Cleared:
-    """Called after a ``zero_grad()``."""
-
-    def __init__(self, gradients: Gradients, steps: list[_Steps]) -> None:
-        self._gradients, self._steps = gradients, steps
-
-    def __call__(self) -> None:
-        self._gradients.cleared(self._steps)
-
-
-class _Entered:
-    """Called before a ``no_sync()``."""
-
-    def __init__(self, apart: WeakKeyDictionary[nn.Module, bool], wrapper: nn.Module) -> None:
-        self._apart, self._wrapper = apart, wrapper
-
-    def __call__(self) -> None:
-        self._apart[self._wrapper] = True
-
-
 def _is_torchs_own(owner: Any, base: Any) -> bool:
     """Return whether ``owner.zero_grad()`` clears the same gradients as torch's own."""
     return type(owner).zero_grad is base.zero_grad and "zero_grad" not in vars(owner)
-
-
-def _versions(parameters: Iterable[torch.Tensor]) -> dict[int, GradientVersion]:
-    noted = ((id(parameter), GradientVersion.of(parameter)) for parameter in parameters)
-    return {key: version for key, version in noted if version is not None}
 
 
 def _add_zeros(taken: LiveGradients, name: str, gradient: torch.Tensor) -> None:

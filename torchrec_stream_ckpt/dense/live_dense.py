@@ -89,7 +89,7 @@ class LiveDense:
         self.gradients = Gradients(model, self.optimizers)
         given = (*shared.items(), *(rank0 or {}).items(), *per_rank.items())
         self.schedule_watch = ScheduleWatch(optimizer, given)
-        self._before_step: Callable[[], None] = _nothing
+        self._before_step: Callable[[], None] | None = None
         self._unwatch: list[Callable[[], None]] = []
         try_states(self.shared, self.compared, self.per_rank)
         self._try_rest()
@@ -106,22 +106,25 @@ class LiveDense:
         for schedule in self.schedules.values():
             try_blob_of(schedule.state_title, schedule.state())
 
-    def watch(self, before_step: Callable[[], None]) -> None:
+    def watch(self, before_step: Callable[[], None] | None) -> None:
         """Observe optimizer steps, handed over or not, calls that clear gradients, and evictions of raw ids, until
         :meth:`unwatch`.
 
         Args:
-            before_step: Called before each of these steps, on its thread.
+            before_step: Called before each of these steps, on its thread. None if nothing waits for them.
         """
         self._before_step = before_step
         self.gradients.watch()
-        self._unwatch = [watch_steps(self._begins, self._stepped), *(each.watch() for each in self.id_maps)]
+        self._unwatch = [watch_steps(self), *(each.watch() for each in self.id_maps)]
 
-    def _begins(self, optimizer: torch.optim.Optimizer) -> None:
-        self._before_step()
+    def begins(self, optimizer: torch.optim.Optimizer) -> None:
+        """(before each step of an optimizer of this process) Note that the step has begun."""
+        if self._before_step is not None:
+            self._before_step()
         self.gradients.begins(optimizer)
 
-    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
+        """(after each step of an optimizer of this process) Note that the step has ended."""
         self._guard.stepped(optimizer)
         self.schedule_watch.optimizer_stepped()
         self.gradients.stepped(optimizer)
@@ -132,7 +135,7 @@ class LiveDense:
         for remove in self._unwatch:
             remove()
         self._unwatch = []
-        self._before_step = _nothing
+        self._before_step = None
 
     def checked_view(self) -> nn.Module:
         """(each cut) Return :meth:`view`, after the checks of the attach.
@@ -200,10 +203,6 @@ class LiveDense:
             optimizer_entry(key, type(each).__name__, optimizer_state.named_groups(each, names))
             for key, each in self.optimizers.items()
         )
-
-
-def _nothing() -> None:
-    pass
 
 
 def names_of(view: nn.Module) -> dict[int, str]:

@@ -150,7 +150,7 @@ from torchrec_stream_ckpt.model.dense import (
 )
 from torchrec_stream_ckpt.model.dense_identity import DensePrint, combined_parts, optimizer_parts, reduced_parameters
 from torchrec_stream_ckpt.model.gradients import (
-    GradientVersion,
+    GradientNote,
     set_gradient,
     unreduced,
     watch_no_sync,
@@ -181,7 +181,7 @@ __all__ = [
     "DensePrint",
     "FusedKernel",
     "FusedUpdate",
-    "GradientVersion",
+    "GradientNote",
     "HashMap",
     "IdMap",
     "KernelGuard",

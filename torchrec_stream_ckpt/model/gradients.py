@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any
-from weakref import ReferenceType, WeakMethod, ref
+from itertools import compress, repeat
+from operator import attrgetter, is_not
+from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -17,25 +18,38 @@ from torchrec_stream_ckpt.model import versions
 from torchrec_stream_ckpt.model.patch import wrap
 
 Remover = Callable[[], None]
+_GRADIENT, _WRITES = attrgetter("grad"), attrgetter("_version")
+_PLAIN = frozenset((torch.Tensor, nn.Parameter))
+"""Kinds of parameters and gradients that these two describe."""
 
 
-@dataclass(frozen=True, slots=True)
-class GradientVersion:
-    """One gradient at one moment: the tensor, and its count of writes. Reads no values."""
+class GradientNote:
+    """The gradients of some parameters at one moment: the tensors, and their counts of writes. Reads no values.
 
-    tensor: ReferenceType[torch.Tensor]
-    version: int
+    An optimizer takes one at each step and each ``zero_grad()``. So C loops pass over the parameters, apart from those
+    of data-parallel tables and FSDP2. No gradient is kept in memory.
+    """
 
-    @classmethod
-    def of(cls, parameter: torch.Tensor) -> GradientVersion | None:
-        """Record the gradient of a parameter, without keeping it in memory. Returns None if it has none."""
-        gradient = _holder(parameter).grad
-        return cls(ref(gradient), _written(gradient)) if gradient is not None else None
+    __slots__ = ("_noted",)
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+        every = [*parameters]
+        plain = _PLAIN.issuperset(map(type, every))
+        gradients = [*map(_GRADIENT, every if plain else map(_holder, every))]
+        present = [*map(is_not, gradients, repeat(None))]
+        held = [*compress(gradients, present)]
+        written = map(_WRITES if plain and _PLAIN.issuperset(map(type, held)) else _written, held)
+        notes = zip(map(ref, held), written, strict=True)
+        self._noted = dict(zip(compress(map(id, every), present), notes, strict=True))
+
+    def __bool__(self) -> bool:
+        return bool(self._noted)
 
     def is_now(self, parameter: torch.Tensor) -> bool:
-        """Return whether the parameter still has that gradient, not written since."""
+        """Return whether the parameter still has the gradient that was noted, not written since."""
         gradient = _holder(parameter).grad
-        return gradient is not None and self.tensor() is gradient and self.version == _written(gradient)
+        tensor, writes = self._noted.get(id(parameter), (None, 0))
+        return tensor is not None and gradient is not None and tensor() is gradient and writes == _written(gradient)
 
 
 def _written(gradient: Any) -> int:
@@ -69,27 +83,34 @@ def set_gradient(parameter: torch.Tensor, value: torch.Tensor | None) -> None:
         parameter.grad = value.to(parameter.device)
 
 
-def watch_steps(begins: Callable[[Any], None], ends: Callable[[Any], None]) -> Remover:
-    """Call ``begins(optimizer)`` before each step of any torch optimizer of this process, and ``ends`` after it.
+class StepObserver(Protocol):
+    """Is called before and after each step of any torch optimizer of this process."""
 
-    A step that calls the step of its base class is reported twice, one within the other. Both callbacks are bound
-    methods. The hooks do not keep their objects in memory.
+    def begins(self, optimizer: Any) -> None: ...
 
-    Returns:
-        A function that removes both hooks.
+    def stepped(self, optimizer: Any) -> None: ...
+
+
+def watch_steps(observer: StepObserver) -> Remover:
+    """Call an observer until the returned function removes its hooks. They do not keep it in memory.
+
+    A step that calls the step of its base class is reported twice, one within the other.
     """
-    methods = WeakMethod(begins), WeakMethod(ends)
+    live = ref(observer)
 
-    def call(method: WeakMethod[Callable[[Any], None]], optimizer: Any) -> None:
-        if (live := method()) is not None:
-            live(optimizer)
+    def before(optimizer: Any, _args: object, _kwargs: object) -> None:
+        if (observer := live()) is not None:
+            observer.begins(optimizer)
 
-    before = register_optimizer_step_pre_hook(lambda optimizer, _args, _kwargs: call(methods[0], optimizer))
-    after = register_optimizer_step_post_hook(lambda optimizer, _args, _kwargs: call(methods[1], optimizer))
+    def after(optimizer: Any, _args: object, _kwargs: object) -> None:
+        if (observer := live()) is not None:
+            observer.stepped(optimizer)
+
+    handles = register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)
 
     def remove() -> None:
-        before.remove()
-        after.remove()
+        for handle in handles:
+            handle.remove()
 
     return remove
 
