@@ -169,7 +169,8 @@ def test_what_the_pages_on_costs_say_in_words() -> None:
     added = hooks["added by the hooks to a kernel's lookup and update, us (medians, fastest tenths)"]
     dense = newest("dense")
     durable = [dense.point(f"{size}, {ranks} ranks, durable") for size in ("100 MB", "600 MB") for ranks in (2, 4)]
-    older = newest("marker", "ours")
+    fast = newest("marker", "ours")
+    proofs = [point for point in fast.points() if "ours" in point.variants]
     bounds = [newest("overhead", variant).facts.values() for variant in ("", "2-ranks")]
     steps = [row["step ms"] for rows in bounds for row in rows if isinstance(row, dict) and "overhead" in row]
     wanted: dict[str, dict[str, Iterable[float]]] = {
@@ -204,16 +205,16 @@ def test_what_the_pages_on_costs_say_in_words() -> None:
         },
         "benchmarks/marker/README.md": {
             r"a proof adds ([\d.]+) ms at 1% of 1.3 GB, ([\d.]+) at the same rows of 2.6 GB, and ([\d.]+) at 0.1%": [
-                point.median("ours") - point.median("ours, without proof") for point in older.points()
+                point.median("ours") - point.median("ours, without proof") for point in proofs
             ],
             r"single rounds range from (-[\d.]+) to ([\d.]+) ms": _ends(
                 mine - other
-                for point in older.points()
+                for point in proofs
                 for mine, other in zip(
                     *(point.variants[name]["rounds"] for name in ("ours", "ours, without proof")), strict=True
                 )
             ),
-            r"as a whole took ([\d.]+) ms in that run, more than its goal of 10": [older.point("table").median("ours")],
+            r"On an EPYC, which copies at 17.6 GB/s, it takes ([\d.]+) ms": [fast.point("table").median("ours")],
         },
         "docs/performance.md": {
             r"add ([\d.]+) to ([\d.]+) us of CPU time": sorted(added),
