@@ -71,10 +71,14 @@ def machine() -> dict[str, Any]:
 
 def busy_cores(seconds: float) -> float:
     """How many cores other processes keep busy, or the host takes away, while this one sleeps for ``seconds``."""
-    begin, ticks = time.monotonic(), _busy_ticks(Path("/proc/stat").read_text())
+    begin, busy_s = time.monotonic(), all_cores_s()
     time.sleep(seconds)
-    ticks = _busy_ticks(Path("/proc/stat").read_text()) - ticks
-    return ticks / os.sysconf("SC_CLK_TCK") / (time.monotonic() - begin)
+    return (all_cores_s() - busy_s) / (time.monotonic() - begin)
+
+
+def all_cores_s() -> float:
+    """Processor seconds of all processes since the machine was started."""
+    return _busy_ticks(Path("/proc/stat").read_text()) / os.sysconf("SC_CLK_TCK")
 
 
 def _busy_ticks(stat: str) -> int:

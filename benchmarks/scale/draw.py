@@ -14,7 +14,10 @@ GPUS = [8, 16, 32, 64, 128, 256, 512, 1024]
 LABELS = {
     "step_bytes": "bytes a step",
     "step_s": "step with streaming",
-    "marker_s": "mark to COMMIT",
+    "file_mark_s": "mark()",
+    "file_marker_s": "mark to COMMIT",
+    "kafka_mark_s": "mark(), Kafka",
+    "kafka_marker_s": "mark to COMMIT, Kafka",
     "log_restore_s": "restore, log",
     "store_restore_s": "restore, store",
     "head_restore_s": "restore, HEAD",
@@ -25,15 +28,16 @@ def check(report: dict[str, Any], path: Path) -> None:
     """Predicted over measured, for each value and number of ranks."""
     figure, axes = plt.subplots(figsize=(8, 4))
     ranks = list(report["check"])
+    labels = {name: label for name, label in LABELS.items() if name in report["check"][ranks[0]]}
     for position, count in enumerate(ranks):
         rows = report["check"][count]
-        xs = [index + (position - (len(ranks) - 1) / 2) * 0.25 for index in range(len(LABELS))]
+        xs = [index + (position - (len(ranks) - 1) / 2) * 0.25 for index in range(len(labels))]
         axes.bar(
-            xs, [rows[name]["ratio"] for name in LABELS], 0.23, label=f"{count} {'rank' if count == '1' else 'ranks'}"
+            xs, [rows[name]["ratio"] for name in labels], 0.23, label=f"{count} {'rank' if count == '1' else 'ranks'}"
         )
     axes.axhspan(0.75, 1.25, color="0.9", zorder=0)
     axes.axhline(1.0, color="0.5", lw=1, zorder=1)
-    axes.set_xticks(range(len(LABELS)), list(LABELS.values()), rotation=20, ha="right")
+    axes.set_xticks(range(len(labels)), list(labels.values()), rotation=20, ha="right")
     axes.set_ylabel("predicted / measured")
     axes.set_title(f"the model against real jobs on {report['machine']['cores']} cores (gray: within 25%)", fontsize=10)
     axes.legend(fontsize=8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import statistics
 import sys
@@ -31,7 +32,7 @@ from torchrec_stream_ckpt.maintain.head import HeadWriter  # noqa: E402
 from torchrec_stream_ckpt.maintain.materializer import Materializer  # noqa: E402
 from torchrec_stream_ckpt.store.api import open_store  # noqa: E402
 from torchrec_stream_ckpt.store.dense import open_dense  # noqa: E402
-from torchrec_stream_ckpt.util.types import TableSpec  # noqa: E402
+from torchrec_stream_ckpt.util.types import Committed, TableSpec  # noqa: E402
 
 ZIPF = 1.05
 
@@ -47,8 +48,12 @@ class Shape:
     ids: int
     over: int
     """Width of the dense model's upper layers."""
+    drained: int = 64
+    """(probes) Rows of a table that one drain sends: no more frames than the ring takes."""
     more_drains: int = 0
     """(probes) Small frames in the log, so many from each table."""
+    restores: tuple[str, ...] = ("log",)
+    """(probes) Restores that are timed."""
     device: str = "cpu"
     """Or ``cuda``: of each rank the GPU of its number."""
 
@@ -117,9 +122,14 @@ def build(shape: Shape, rank: int, ranks: int) -> Live:
     return Live(model, optimizer, batches)
 
 
-def attach(live: Live, folder: Path, head: Path | None = None) -> StreamCheckpointer:
+def attach(live: Live, folder: Path, head: Path | None = None, bootstrap: str | None = None) -> StreamCheckpointer:
+    """Over files, or over the broker at ``bootstrap`` in a topic that is named after the folder."""
     config = StreamConfig(
-        uri=f"file://{folder}", marker_every=None, head=str(head) if head is not None else None, sweep_bytes=2**28
+        uri=f"file://{folder}" if bootstrap is None else f"kafka://{bootstrap}/{folder.name}",
+        store=None if bootstrap is None else f"file://{folder}",
+        marker_every=None,
+        head=str(head) if head is not None else None,
+        sweep_bytes=2**28,
     )
     return StreamCheckpointer(live.model, live.optimizer, config=config)
 
@@ -142,16 +152,48 @@ def sent(checkpointer: StreamCheckpointer) -> int:
     return checkpointer.stats().num_bytes
 
 
-def timed_markers(live: Live, checkpointer: StreamCheckpointer, count: int) -> tuple[list[float], list[float]]:
-    """(seconds, processor seconds) of markers that have nothing but dense state to carry."""
-    walls, cpus = [], []
-    for _ in range(count):
+@dataclass
+class Markers:
+    """Markers of one job over one log, on rank 0. Medians; ``_cpu`` is processor time of all threads of the rank."""
+
+    mark_s: float
+    """The call of ``mark()``."""
+    mark_cpu_s: float
+    marker_s: float
+    """From ``mark()`` to the COMMIT."""
+    marker_cpu_s: float
+
+
+def timed_marker(live: Live, checkpointer: StreamCheckpointer, *, settled: bool) -> tuple[Committed, Markers]:
+    """One marker right after a step, whose rows the log has acknowledged if ``settled``."""
+    live.steps(1, checkpointer)
+    if settled:
         settle(checkpointer)
-        begin, cpu = time.perf_counter(), time.process_time()
+    dist.barrier()
+    begin, cpu = time.perf_counter(), time.process_time()
+    future = checkpointer.mark()
+    mark_s, mark_cpu_s = time.perf_counter() - begin, time.process_time() - cpu
+    marker = future.result(600)
+    return marker, Markers(mark_s, mark_cpu_s, time.perf_counter() - begin, time.process_time() - cpu)
+
+
+def medians(timed: list[tuple[Committed, Markers]]) -> Markers:
+    """Each of them must be a new marker: where nothing has changed, ``mark()`` returns the one that is there."""
+    assert len({(marker.generation, marker.marker) for marker, _ in timed}) == len(timed), timed
+    names = [field.name for field in dataclasses.fields(Markers)]
+    return Markers(*(statistics.median(getattr(each, name) for _, each in timed) for name in names))
+
+
+def markers_over_kafka(live: Live, folder: Path, bootstrap: str, count: int, *, settled: bool) -> Markers:
+    """The same job once more, over a broker."""
+    with contextlib.closing(attach(live, folder, None, bootstrap)) as checkpointer:
+        live.steps(1, checkpointer)
         checkpointer.mark().result(600)
-        walls.append(time.perf_counter() - begin)
-        cpus.append(time.process_time() - cpu)
-    return walls, cpus
+        timed = []
+        for _ in range(count + 1):
+            settle(checkpointer)
+            timed.append(timed_marker(live, checkpointer, settled=settled))
+        return medians(timed[1:])
 
 
 def fold(folder: Path, head: Path) -> None:

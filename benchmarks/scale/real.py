@@ -7,13 +7,28 @@ import os
 import random
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from live import Shape, attach, build, dense_bytes_of, fold, sent, settle, timed_restores
+from live import (
+    Markers,
+    Shape,
+    attach,
+    build,
+    dense_bytes_of,
+    fold,
+    markers_over_kafka,
+    medians,
+    sent,
+    settle,
+    timed_marker,
+    timed_restores,
+)
+from units import Costs
 
-from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
+from torchrec_stream_ckpt.extras.sizing.failure import OWN_SYNCS, SYNCS, commit_time, mark_time
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts
 from torchrec_stream_ckpt.extras.sizing.stream import (
     StepCost,
     drain_bytes,
@@ -36,8 +51,9 @@ class Measured:
     """A step with a drain behind it, until all has been acknowledged."""
     step_bytes: float
     """All ranks."""
-    marker_s: float
-    """From mark() right behind a step until its COMMIT."""
+    markers: Markers
+    """Right after a step, before the log has acknowledged its rows."""
+    kafka: Markers | None
     log_restore_s: float
     store_restore_s: float
     head_restore_s: float
@@ -46,7 +62,9 @@ class Measured:
     """Of all ranks, up to the marker that is restored."""
 
 
-def measure(rank: int, ranks: int, shape: Shape, folder: Path, head: Path, rounds: int) -> Measured:
+def measure(
+    rank: int, ranks: int, shape: Shape, folder: Path, head: Path, rounds: int, bootstrap: str | None
+) -> Measured:
     """Runs on each rank."""
     plain, live = build(shape, rank, ranks), build(shape, rank, ranks)
     checkpointer = attach(live, folder)
@@ -69,14 +87,13 @@ def measure(rank: int, ranks: int, shape: Shape, folder: Path, head: Path, round
             (on if streaming else off).append((time.perf_counter() - begin) / BLOCK)
             if streaming:
                 sizes.append((sent(checkpointer) - before) / BLOCK)
-        live.steps(1, checkpointer)
-        dist.barrier()
-        begin = time.perf_counter()
-        checkpointer.mark().result(600)
-        marks.append(time.perf_counter() - begin)
+        marks.append(timed_marker(live, checkpointer, settled=False))
     total = _sum(sent(checkpointer))
     step_bytes = _sum(statistics.median(sizes))
     checkpointer.close()
+    kafka = None
+    if bootstrap is not None:
+        kafka = markers_over_kafka(live, folder.with_name(f"{folder.name}-kafka"), bootstrap, rounds, settled=False)
     log_s, _ = timed_restores(live, folder, None, "log", 3)
     if rank == 0:
         fold(folder, head)
@@ -87,7 +104,8 @@ def measure(rank: int, ranks: int, shape: Shape, folder: Path, head: Path, round
         off_s=statistics.median(off),
         step_s=statistics.median(on),
         step_bytes=step_bytes,
-        marker_s=statistics.median(marks),
+        markers=medians(marks),
+        kafka=kafka,
         log_restore_s=log_s,
         store_restore_s=store_s,
         head_restore_s=head_s,
@@ -102,46 +120,42 @@ def _sum(mine: float) -> float:
     return sum(gathered)
 
 
-def predict(
-    shape: Shape, ranks: int, off_s: float, dense_bytes: int, log_bytes: int, costs: UnitCosts, cpu: dict[str, float]
-) -> dict[str, float]:
-    """The same values from the model. It is told the step without streaming, and how long the log has become.
+def on_host(costs: UnitCosts, cpu: dict[str, float], ranks: int, cores: float) -> UnitCosts:
+    """The costs of ranks that share cores, and one disk or broker, which takes the bytes and syncs of all in turn.
 
-    ``cpu`` has the processor seconds behind some of the costs: with more ranks than cores those add up.
+    ``cpu`` has the processor seconds behind some of them.
     """
+    shared = {name: host_time(getattr(costs, name), alone, ranks, cores) for name, alone in cpu.items()}
+    shared["publish_s_per_byte"] = costs.publish_s_per_byte * ranks
+    shared["sync_s"] = costs.sync_s * (SYNCS + OWN_SYNCS * (ranks - 1)) / SYNCS
+    return replace(costs, **shared)
+
+
+def predict(
+    shape: Shape, ranks: int, off_s: float, dense_bytes: int, log_bytes: int, costs: dict[str, Costs]
+) -> dict[str, float]:
+    """The same values from the model. It is told the step without streaming, and how long the log has become."""
     cores = float(os.cpu_count() or 1)
     work = shape.workload(ranks, off_s, dense_bytes)
-    cost = step_cost(work, costs)
+    alone, cpu = costs["file"]
+    here, rounds = on_host(alone, cpu, ranks, cores), math.log2(ranks)
     num_bytes = drain_bytes(work)
-    mine = num_bytes / ranks
-    publish_s = host_time(mine * costs.publish_s_per_byte, mine * cpu["publish_s_per_byte"], ranks, cores)
-    step_s = step_time(off_s, StepCost(cost.training_s, mine * cpu["publish_s_per_byte"]), ranks, cores)
-    own_dense = dense_bytes / ranks
-    dense_s = host_time(own_dense * costs.dense_s_per_byte, own_dense * cpu["dense_s_per_byte"], ranks, cores)
-    fixed_s = host_time(costs.restore_s, cpu["restore_s"], ranks, cores) + host_time(
-        dense_bytes * costs.dense_read_s_per_byte, dense_bytes * cpu["dense_read_s_per_byte"], ranks, cores
-    )
-
-    rounds = math.log2(ranks)
-    fixed_s += host_time(costs.restore_doubling_s, cpu["restore_doubling_s"], ranks, cores) * rounds
-    marker_s = host_time(costs.marker_s, cpu["marker_s"], ranks, cores)
-    marker_s += host_time(costs.marker_doubling_s, cpu["marker_doubling_s"], ranks, cores) * rounds
-
-    def restore_s(name: str, all_bytes: float) -> float:
-        share = all_bytes / ranks
-        return fixed_s + host_time(share * getattr(costs, name), share * cpu[name], ranks, cores)
-
+    published = StepCost(step_cost(work, alone).training_s, num_bytes / ranks * cpu["publish_s_per_byte"])
+    step_s = max(step_time(off_s, published, ranks, cores), num_bytes / ranks * here.publish_s_per_byte)
+    fixed_s = here.restore_s + here.restore_doubling_s * rounds + dense_bytes * here.dense_read_s_per_byte
     frames = drain_frames(work) * log_bytes / num_bytes
-    frames_s = host_time(frames * costs.read_frame_s, frames * cpu["read_frame_s"], ranks, cores)
     # What lies in the store behind its base: rows that changed in so many seconds, each once.
-    delta = log_bytes / num_bytes * off_s
-    stored = work.table_bytes + work.distinct_bytes(delta)
-    return {
-        "step_bytes": num_bytes,
-        "step_s": max(step_s, publish_s),
-        "added_s": max(step_s, publish_s) - off_s,
-        "marker_s": max(publish_s, dense_s) + marker_s,
-        "log_restore_s": restore_s("log_s_per_byte", log_bytes) + frames_s,
-        "store_restore_s": restore_s("restore_s_per_byte", stored),
-        "head_restore_s": restore_s("head_s_per_byte", work.table_bytes - 8.0 * work.rows),
+    stored = work.table_bytes + work.distinct_bytes(log_bytes / num_bytes * off_s)
+    values = work.table_bytes - 8.0 * work.rows
+    found = {"step_bytes": num_bytes, "step_s": step_s, "added_s": step_s - off_s}
+    for log, (its, its_cpu) in costs.items():
+        shared, where = on_host(its, its_cpu, ranks, cores), Deployment(log=log, replication=1)
+        # Without a free core, mark() competes with the rows of the step before it.
+        queued_s = num_bytes * its_cpu["publish_s_per_byte"] / cores if ranks >= cores else 0.0
+        found[f"{log}_mark_s"] = mark_time(work, shared) + queued_s
+        found[f"{log}_marker_s"] = commit_time(work, where, shared)
+    return found | {
+        "log_restore_s": fixed_s + log_bytes / ranks * here.log_s_per_byte + frames * here.read_frame_s,
+        "store_restore_s": fixed_s + stored / ranks * here.restore_s_per_byte,
+        "head_restore_s": fixed_s + values / ranks * here.head_s_per_byte,
     }

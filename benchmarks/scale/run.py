@@ -10,6 +10,7 @@ and the error stands beside each value (real.py). Then the model is asked about 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -22,10 +23,11 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import start  # noqa: E402, F401
-from common import machine, parse, refuse_small_machine  # noqa: E402
+from brokers import start_broker  # noqa: E402
+from common import UnavailableError, machine, parse, refuse_small_machine  # noqa: E402
 from live import Shape, options, spawn  # noqa: E402
 from real import measure, predict  # noqa: E402
-from units import NARROW, PROBES, WIDE, broker_produce, parts, probe, solve  # noqa: E402
+from units import NARROW, OVER_KAFKA, PROBES, WIDE, Costs, broker_produce, over_kafka, parts, probe, solve  # noqa: E402
 
 from torchrec_stream_ckpt.errors import StreamCkptError  # noqa: E402
 from torchrec_stream_ckpt.extras.sizing.failure import loss_window, restore_time  # noqa: E402
@@ -40,32 +42,42 @@ DENSE_BYTES = 400_000_000
 STORE_BYTES_PER_S_A_HOST = 1e9
 
 
+def broker(args: argparse.Namespace, stack: contextlib.ExitStack) -> tuple[str | None, dict[str, Any]]:
+    """Where a broker listens, and how fast it is; None if it is not wanted or does not start."""
+    speed, work = "broker_produce_megabytes_a_second", "broker_produce_processor_seconds_a_gigabyte"
+    if not args.kafka:
+        return None, {speed: None, work: None}
+    try:
+        bootstrap = start_broker("scale", stack)
+        return bootstrap, dict(zip((speed, work), broker_produce(bootstrap), strict=True))
+    except (StreamCkptError, UnavailableError) as error:
+        print(f"broker: not measured: {error}", file=sys.stderr)
+        return None, {speed: None, work: None, "not measured": {speed: str(error)}}
+
+
 def measure_units(
-    args: argparse.Namespace, scratch: Path, head: Path
-) -> tuple[UnitCosts, dict[str, float], dict[str, Any]]:
+    args: argparse.Namespace, scratch: Path, head: Path, bootstrap: str | None, found: dict[str, Any]
+) -> tuple[dict[str, Costs], dict[str, Any]]:
+    """By log, the unit costs; and what they come from."""
     shapes = dict(PROBES)
     if args.quick:
         small = {"narrow": (NARROW, 60_000), "wide": (WIDE, 20_000)}
         shapes |= {name: (1, dataclasses.replace(shape, rows=rows)) for name, (shape, rows) in small.items()}
-    found: dict[str, Any] = parts(scratch)
-    found["broker_produce_megabytes_a_second"] = None
-    if args.kafka:
-        try:
-            found["broker_produce_megabytes_a_second"] = broker_produce()
-        except StreamCkptError as error:
-            found["not measured"] = {"broker_produce_megabytes_a_second": str(error)}
-            print(f"broker: not measured: {error}", file=sys.stderr)
+    found = parts(scratch) | found
     samples = {}
     shapes = {name: (ranks, dataclasses.replace(shape, device=args.device)) for name, (ranks, shape) in shapes.items()}
     for name, (ranks, shape) in shapes.items():
-        samples[name] = spawn(ranks, probe, shape, scratch / name, head / name)
+        at = bootstrap if name in OVER_KAFKA else None
+        samples[name] = spawn(ranks, probe, shape, scratch / name, head / name, at)
         print(f"probe {name}: done", file=sys.stderr, flush=True)
-    costs, processor = solve(samples)
-    return costs, processor, found | {"probes": {name: dataclasses.asdict(each) for name, each in samples.items()}}
+    costs = {"file": solve(samples, found["append_and_sync_4_kb_ms"] / 1000)}
+    if bootstrap is not None:
+        costs["kafka"] = over_kafka(costs["file"], samples, *(found[name] for name in found if "produce" in name))
+    return costs, found | {"probes": {name: dataclasses.asdict(each) for name, each in samples.items()}}
 
 
 def compare(
-    args: argparse.Namespace, costs: UnitCosts, cpu: dict[str, float], scratch: Path, head: Path
+    args: argparse.Namespace, costs: dict[str, Costs], scratch: Path, head: Path, bootstrap: str | None
 ) -> dict[str, Any]:
     """By number of ranks: what was measured, what was predicted, and their ratio."""
     rows = 20_000 if args.quick else args.rows
@@ -73,9 +85,12 @@ def compare(
     report = {}
     for ranks in args.ranks:
         folder, warm = scratch / f"real-{ranks}", head / f"real-{ranks}"
-        seen = spawn(ranks, measure, shape, folder, warm, 2 if args.quick else args.rounds)
-        said = predict(shape, ranks, seen.off_s, seen.dense_bytes, seen.log_bytes, costs, cpu)
+        seen = spawn(ranks, measure, shape, folder, warm, 2 if args.quick else args.rounds, bootstrap)
+        said = predict(shape, ranks, seen.off_s, seen.dense_bytes, seen.log_bytes, costs)
         real = dataclasses.asdict(seen) | {"added_s": seen.step_s - seen.off_s}
+        for log, markers in {"file": seen.markers, "kafka": seen.kafka}.items():
+            if markers is not None:
+                real |= {f"{log}_mark_s": markers.mark_s, f"{log}_marker_s": markers.marker_s}
         report[str(ranks)] = {"off_s": seen.off_s, "log_bytes": seen.log_bytes, "dense_bytes": seen.dense_bytes} | {
             name: {"measured": real[name], "predicted": value, "ratio": value / real[name]}
             for name, value in said.items()
@@ -116,7 +131,9 @@ def extrapolate(costs: UnitCosts) -> list[dict[str, Any]]:
                 "overhead": {
                     f"drain_{every}": step_cost(job, costs).training_s * STEPS_PER_S for every, job in jobs.items()
                 },
-                "loss_mean_s": {str(each): loss_window(cluster(gpus, 10, each), served)[1] for each in MARKERS_S},
+                "loss_mean_s": {
+                    str(each): loss_window(cluster(gpus, 10, each), Deployment(), served)[1] for each in MARKERS_S
+                },
                 "restore": {
                     "cold_s": times.cold_s,
                     "warm_s": times.warm_s,
@@ -137,9 +154,11 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory(prefix="scale-", dir=os.environ.get("BENCH_DIR")) as scratch,
         tempfile.TemporaryDirectory(prefix="scale-", dir="/dev/shm") as head,
+        contextlib.ExitStack() as stack,
     ):
-        costs, processor, found = measure_units(args, Path(scratch), Path(head))
-        checked = compare(args, costs, processor, Path(scratch), Path(head))
+        bootstrap, found = broker(args, stack)
+        costs, found = measure_units(args, Path(scratch), Path(head), bootstrap, found)
+        checked = compare(args, costs, Path(scratch), Path(head), bootstrap)
     flags = [f"--ranks {' '.join(map(str, args.ranks))}", f"--rounds {args.rounds}", "--kafka" * args.kafka]
     flags.append(f"--device {args.device}")
     report = {
@@ -147,8 +166,11 @@ def main() -> None:
         "date": time.strftime("%Y-%m-%d"),
         "command": f"python benchmarks/scale/run.py {' '.join(filter(None, flags))}",
         "machine": here,
-        "unit_costs": dataclasses.asdict(costs),
-        "processor_seconds": processor,
+        **{
+            f"{'' if log == 'file' else f'{log}_'}{name}": value
+            for log, (its, processor) in costs.items()
+            for name, value in (("unit_costs", dataclasses.asdict(its)), ("processor_seconds", processor))
+        },
         "parts": found,
         "check": checked,
         "scale_job": {
@@ -157,7 +179,7 @@ def main() -> None:
             f"{GPU_BATCH} x {GPU_TABLES * GPU_IDS} Zipf ids a GPU, {STEPS_PER_S:.0f} steps a second;\n"
             f"8 GPUs a host, the store gives {STORE_BYTES_PER_S_A_HOST / 1e9:.0f} GB/s a host; dense state of 400 MB",
         },
-        "scale": extrapolate(costs),
+        "scale": extrapolate(costs["file"][0]),
     }
     show(report)
     if args.out is not None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import statistics
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,21 +13,40 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from common import all_cores_s
 from crc32c import crc32c
-from live import ZIPF, Shape, attach, build, dense_bytes_of, drain, fold, sent, settle, timed_markers, timed_restores
+from live import (
+    ZIPF,
+    Markers,
+    Shape,
+    attach,
+    build,
+    dense_bytes_of,
+    drain,
+    fold,
+    markers_over_kafka,
+    medians,
+    sent,
+    settle,
+    timed_marker,
+    timed_restores,
+)
 
 from tests.inside import inside
 from torchrec_stream_ckpt.capture.touched import TouchedRows
-from torchrec_stream_ckpt.extras.broker.kraft import Broker
+from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, SYNCS
 from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES
 from torchrec_stream_ckpt.log.api import open_log
 
-TINY = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=16)
-FRAMES = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=16, more_drains=300)
-HEAVY = Shape(tables=8, rows=64, dim=16, batch=64, ids=1, over=2048)
-NARROW = Shape(tables=8, rows=200_000, dim=16, batch=64, ids=1, over=16)
-WIDE = Shape(tables=8, rows=100_000, dim=128, batch=64, ids=1, over=16)
+ALL = ("log", "store", "head")
+_SMALL = {"tables": 8, "rows": 20_000, "dim": 16, "batch": 64, "ids": 1}
+TINY = Shape(**_SMALL, over=16, restores=ALL)
+"""Its tables are just large enough that a marker of each of two ranks proves as many bytes as that of a large job."""
+FRAMES = Shape(**_SMALL, over=16, more_drains=300)
+HEAVY = Shape(**_SMALL, over=2048)
+NARROW = Shape(tables=8, rows=200_000, dim=16, batch=64, ids=1, over=16, drained=50_000, restores=())
+WIDE = Shape(tables=8, rows=100_000, dim=128, batch=64, ids=1, over=16, drained=10_000, restores=ALL)
 PROBES = {
     "tiny": (1, TINY),
     "frames": (1, FRAMES),
@@ -37,10 +56,12 @@ PROBES = {
     "wide": (1, WIDE),
 }
 """Name -> ranks and job."""
-DRAINED = {NARROW.dim: 50_000, WIDE.dim: 10_000}
-"""By dim, rows of a table that a probe drains: no more frames than the ring takes."""
+OVER_KAFKA = ("tiny", "pair")
+"""Those that commit markers over a broker, too."""
 REPEATS = 7
 MEGABYTE = 1_000_000
+Costs = tuple[UnitCosts, dict[str, float]]
+"""Unit costs, and the processor seconds behind some of them."""
 
 
 @dataclass
@@ -58,19 +79,16 @@ class Sample:
     drained_bytes: int
     publish_s: float
     publish_cpu_s: float
-    marker_s: float
-    marker_cpu_s: float
+    markers: Markers
+    """With nothing to send."""
+    kafka: Markers | None
     log_bytes: int
     store_bytes: int
-    log_s: float
-    log_cpu_s: float
-    store_s: float
-    store_cpu_s: float
-    head_s: float
-    head_cpu_s: float
+    restores: dict[str, tuple[float, float]]
+    """Source -> seconds, and processor seconds."""
 
 
-def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Sample:
+def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path, bootstrap: str | None) -> Sample:
     """Measure one job; runs on each of its ranks."""
     live = build(shape, rank, ranks)
     checkpointer = attach(live, folder)
@@ -80,7 +98,7 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
     masks = inside(checkpointer).masks
     scan_s = _median(lambda: [mask.touched.find() for mask in masks])
     step_s = max(0.0, _median(lambda: drain(checkpointer)) - scan_s)
-    drained = min(shape.rows, DRAINED[shape.dim]) * shape.tables
+    drained = min(shape.rows, shape.drained) * shape.tables
     walls, publish, cpus = [], [], []
     for _ in range(REPEATS + 2):
         _touch(masks, drained)
@@ -98,19 +116,23 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
         _touch(masks, drained)
         drain(checkpointer)
         settle(checkpointer)
-    checkpointer.mark().result(600)
-    marker_s, marker_cpu_s = (statistics.median(each[1:]) for each in timed_markers(live, checkpointer, REPEATS))
+    timed = [timed_marker(live, checkpointer, settled=True) for _ in range(REPEATS + 1)]
     log_bytes = sent(checkpointer)
     checkpointer.close()
-    log_s, log_cpu_s = timed_restores(live, folder, None, "log", 3)
-    if rank == 0:
-        fold(folder, head)
-    dist.barrier()
-    store_s, store_cpu_s = timed_restores(live, folder, None, "store ", 5)
-    head_s, head_cpu_s = timed_restores(live, folder, head, "head ", 5)
+    kafka = None
+    if bootstrap is not None:
+        kafka = markers_over_kafka(live, folder.with_name(f"{folder.name}-kafka"), bootstrap, REPEATS, settled=True)
+    restores = {"log": timed_restores(live, folder, None, "log", 3)} if "log" in shape.restores else {}
+    if "store" in shape.restores:
+        if rank == 0:
+            fold(folder, head)
+        dist.barrier()
+        restores["store"] = timed_restores(live, folder, None, "store ", 5)
+        restores["head"] = timed_restores(live, folder, head, "head ", 5)
+    row_bytes = 8 + 4 * shape.dim + 4
     return Sample(
         rows=shape.rows * shape.tables,
-        row_bytes=8 + 4 * shape.dim + 4,
+        row_bytes=row_bytes,
         dense_bytes=dense_bytes_of(folder),
         step_s=step_s,
         scan_s=scan_s,
@@ -119,16 +141,11 @@ def probe(rank: int, ranks: int, shape: Shape, folder: Path, head: Path) -> Samp
         drained_bytes=drained_bytes,
         publish_s=statistics.median(publish[2:]),
         publish_cpu_s=statistics.median(cpus[2:]),
-        marker_s=marker_s,
-        marker_cpu_s=marker_cpu_s,
+        markers=medians(timed[1:]),
+        kafka=kafka,
         log_bytes=log_bytes,
-        store_bytes=(shape.rows * shape.tables + drained) * (8 + 4 * shape.dim + 4),
-        log_s=log_s,
-        log_cpu_s=log_cpu_s,
-        store_s=store_s,
-        store_cpu_s=store_cpu_s,
-        head_s=head_s,
-        head_cpu_s=head_cpu_s,
+        store_bytes=(shape.rows * shape.tables + drained) * row_bytes,
+        restores=restores,
     )
 
 
@@ -166,35 +183,34 @@ def parts(scratch: Path) -> dict[str, float]:
     with (scratch / "append").open("wb", buffering=0) as file:
         append_s = _median(lambda: file.write(memoryview(block)), 200)
 
-        def synced() -> None:
-            file.write(memoryview(block))
+        def synced(part: memoryview) -> None:
+            file.write(part)
             os.fdatasync(file.fileno())
 
-        sync_s = _median(synced, 60)
+        sync_s = _median(lambda: synced(memoryview(block)), 60)
+        small_s = _median(lambda: synced(memoryview(block)[:4096]), 60)
     return {
         "crc32c_gigabytes_a_second": MEGABYTE / crc_s / 1e9,
         "append_gigabytes_a_second": MEGABYTE / append_s / 1e9,
         "append_and_sync_a_megabyte_ms": 1000 * sync_s,
+        "append_and_sync_4_kb_ms": 1000 * small_s,
     }
 
 
-def broker_produce(megabytes: int = 300) -> float:
-    """Megabytes a second that one producer gets acknowledged by a broker on loopback, through the log's own writer."""
+def broker_produce(bootstrap: str, megabytes: int = 300) -> tuple[float, float]:
+    """Of what one producer gets acknowledged by the broker, through the log's own writer: megabytes a second, and
+    processor seconds of both for a gigabyte."""
     payload = np.random.default_rng(0).integers(0, 256, MEGABYTE - 1000, np.uint8)
-    with tempfile.TemporaryDirectory(prefix="scale-broker-") as folder:
-        broker = Broker(Path(folder))
-        try:
-            log = open_log(f"kafka://{broker.start(die_with=os.getpid()).bootstrap}/scale")
-            log.prepare(1)
-            writer = log.open_writer(1, 0, 0)
-            _produce(writer, payload, 20)  # the first message of an idempotent producer waits for its id
-            begin = time.perf_counter()
-            _produce(writer, payload, megabytes)
-            seconds = time.perf_counter() - begin
-            log.close()
-        finally:
-            broker.stop()
-    return megabytes * payload.nbytes / 1e6 / seconds
+    log = open_log(f"kafka://{bootstrap}/produce")
+    log.prepare(1)
+    writer = log.open_writer(1, 0, 0)
+    _produce(writer, payload, 20)  # the first message of an idempotent producer waits for its id
+    begin, cpu = time.perf_counter(), all_cores_s()
+    _produce(writer, payload, megabytes)
+    seconds, cpu = time.perf_counter() - begin, all_cores_s() - cpu
+    log.close()
+    num_bytes = megabytes * payload.nbytes
+    return num_bytes / 1e6 / seconds, cpu / num_bytes * 1e9
 
 
 def _produce(writer: Any, payload: Any, count: int) -> None:
@@ -208,12 +224,12 @@ def _produce(writer: Any, payload: Any, count: int) -> None:
         waiting -= len(writer.poll(1.0))
 
 
-def solve(samples: dict[str, Sample]) -> tuple[UnitCosts, dict[str, float]]:
+def solve(samples: dict[str, Sample], sync_s: float) -> Costs:
     """Unit costs out of the probes: what the tiny job takes is fixed, the heavy one has more dense state only, the
     wide one more rows, the pair two ranks; rows and bytes of a drain are told apart by two widths.
 
     Returns:
-        The costs, and the processor seconds behind them: ranks share cores.
+        The costs over files, and the processor seconds behind them: ranks share cores.
     """
     tiny, frames, pair, heavy, narrow, wide = (samples[name] for name in PROBES)
     drain = np.linalg.solve(
@@ -221,12 +237,29 @@ def solve(samples: dict[str, Sample]) -> tuple[UnitCosts, dict[str, float]]:
         np.array([narrow.drain_s, wide.drain_s]) - tiny.drain_s,
     ).clip(0.0)
     dense = heavy.dense_bytes - tiny.dense_bytes
-    values = wide.rows * (wide.row_bytes - 8)
+    values = wide.rows * (wide.row_bytes - 8) - tiny.rows * (tiny.row_bytes - 8)
 
-    def more(one: Sample, name: str, units: float) -> float:
-        return max(0.0, getattr(one, name) - getattr(tiny, name)) / units
+    def restored(which: int) -> dict[str, float]:
+        def more(one: Sample, source: str, units: float) -> float:
+            return max(0.0, one.restores[source][which] - tiny.restores[source][which]) / units
 
-    frame_s = more(frames, "log_s", FRAMES.more_drains * FRAMES.tables)
+        frame_s = more(frames, "log", FRAMES.more_drains * FRAMES.tables)
+        row_s = more(wide, "log", wide.log_bytes - tiny.log_bytes)
+        return {
+            "dense_read_s_per_byte": more(heavy, "log", dense),
+            "restore_s_per_byte": more(wide, "store", wide.store_bytes - tiny.store_bytes),
+            "head_s_per_byte": more(wide, "head", values),
+            "log_s_per_byte": max(0.0, row_s - frame_s / MAX_FRAME_BYTES),
+            "read_frame_s": frame_s,
+            "restore_s": tiny.restores["log"][which],
+            "restore_doubling_s": max(0.0, pair.restores["log"][which] - tiny.restores["log"][which]),
+        }
+
+    walls, cpus = markers_of(tiny.markers, pair.markers, sync_s)
+    more = {
+        name: (max(0.0, getattr(heavy.markers, of) - getattr(tiny.markers, of)) / dense)
+        for name, of in (("cut_s_per_byte", "mark_cpu_s"), ("dense_s_per_byte", "marker_cpu_s"))
+    }
     costs = UnitCosts(
         mark_s_per_id=mark_s_per_id(),
         scan_s_per_row=wide.scan_s / wide.rows,
@@ -234,29 +267,37 @@ def solve(samples: dict[str, Sample]) -> tuple[UnitCosts, dict[str, float]]:
         drain_s_per_byte=float(drain[1]),
         step_s=tiny.step_s + tiny.drain_s,
         publish_s_per_byte=wide.publish_s / wide.drained_bytes,
-        marker_s=tiny.marker_s,
-        marker_doubling_s=max(0.0, pair.marker_s - tiny.marker_s),
-        dense_s_per_byte=more(heavy, "marker_s", dense),
-        dense_read_s_per_byte=more(heavy, "log_s", dense),
-        restore_s_per_byte=more(wide, "store_s", wide.store_bytes),
-        head_s_per_byte=more(wide, "head_s", values),
-        log_s_per_byte=max(0.0, more(wide, "log_s", wide.log_bytes) - frame_s / MAX_FRAME_BYTES),
-        read_frame_s=frame_s,
-        restore_s=tiny.log_s,
-        restore_doubling_s=max(0.0, pair.log_s - tiny.log_s),
+        cut_s_per_byte=max(0.0, heavy.markers.mark_s - tiny.markers.mark_s) / dense,
+        sync_s=sync_s,
+        dense_s_per_byte=max(0.0, heavy.markers.marker_s - tiny.markers.marker_s) / dense,
         imbalance=1.0,
+        **walls,
+        **restored(0),
     )
-    processor = {
-        "publish_s_per_byte": wide.publish_cpu_s / wide.drained_bytes,
-        "marker_s": tiny.marker_cpu_s,
-        "marker_doubling_s": max(0.0, pair.marker_cpu_s - tiny.marker_cpu_s),
-        "dense_s_per_byte": more(heavy, "marker_cpu_s", dense),
-        "dense_read_s_per_byte": more(heavy, "log_cpu_s", dense),
-        "read_frame_s": more(frames, "log_cpu_s", FRAMES.more_drains * FRAMES.tables),
-        "restore_s": tiny.log_cpu_s,
-        "restore_doubling_s": max(0.0, pair.log_cpu_s - tiny.log_cpu_s),
-        "restore_s_per_byte": more(wide, "store_cpu_s", wide.store_bytes),
-        "head_s_per_byte": more(wide, "head_cpu_s", values),
-        "log_s_per_byte": more(wide, "log_cpu_s", wide.log_bytes),
+    return costs, {"publish_s_per_byte": wide.publish_cpu_s / wide.drained_bytes, **more, **cpus, **restored(1)}
+
+
+def markers_of(one: Markers, two: Markers, sync_s: float) -> tuple[dict[str, float], dict[str, float]]:
+    """The fixed costs of a marker: seconds, and processor seconds, of the tiny job on one rank and on two."""
+    walls = {
+        "cut_s": one.mark_s,
+        "marker_s": max(0.0, one.marker_s - SYNCS * sync_s),
+        "gather_s": max(0.0, two.marker_s - one.marker_s) / GATHERS,
     }
-    return costs, processor
+    cpus = {
+        "cut_s": one.mark_cpu_s,
+        "marker_s": one.marker_cpu_s,
+        "gather_s": max(0.0, two.marker_cpu_s - one.marker_cpu_s) / GATHERS,
+    }
+    return walls, cpus
+
+
+def over_kafka(costs: Costs, samples: dict[str, Sample], megabytes_a_second: float, cpu_s_a_gigabyte: float) -> Costs:
+    """The same costs over a broker on this machine, whose processor time counts as the publisher's."""
+    one, two = samples["tiny"].kafka, samples["pair"].kafka
+    assert one is not None
+    assert two is not None
+    walls, cpus = markers_of(one, two, costs[0].sync_s)
+    walls["publish_s_per_byte"] = 1e-6 / megabytes_a_second
+    cpus["publish_s_per_byte"] = 1e-9 * cpu_s_a_gigabyte
+    return dataclasses.replace(costs[0], **walls), costs[1] | cpus

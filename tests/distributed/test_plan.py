@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from typer.testing import CliRunner
 
-from tests import warm
+from tests import ranks, warm
 from tests.inside import inside
+from tests.jobs import attach
+from tests.model import PLAN_1, PLAN_2, trainer
 from tests.parts import app
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
+from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, OWN_SYNCS, SYNCS
 
 pytestmark = pytest.mark.distributed
 
@@ -76,3 +83,50 @@ def test_a_job_sends_what_was_planned(world: int, drain_every: int, tmp_path: Pa
     assert workload["marker_s"] == pytest.approx(apart_s)
     assert workload["dense_bytes"] > 10_000
     assert [table["rows"] for table in workload["tables"]] == [5000] * 8
+
+
+def _work_of_markers(uri: str) -> list[tuple[int, int, int]]:
+    """(collectives within ``mark()``, collectives up to the COMMIT, syncs) of this rank, of each of three markers."""
+    job = trainer(PLAN_1 if dist.get_world_size() == 1 else PLAN_2)
+    gathers, syncs, found = [], [], []
+
+    def counted(made: list[str], real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread().name != "stream-ckpt-copy":  # which no marker waits for
+                made.append(real.__name__)
+            return real(*args, **kwargs)
+
+        return call
+
+    with (
+        attach(job, StreamConfig(uri=uri, marker_every=None), paranoid=False) as checkpointer,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        for number in range(4):
+            job.step()
+            checkpointer.step()
+            inside(checkpointer).wait_for_log(60)
+            dist.barrier()
+            if number == 1:  # the first marker sends every row, and compares all of the dense state
+                for name in ("fsync", "fdatasync"):
+                    patch.setattr(os, name, counted(syncs, getattr(os, name)))
+                for name in vars(dist):
+                    if name.startswith(("all_", "broadcast", "gather", "scatter", "reduce")):
+                        patch.setattr(dist, name, counted(gathers, getattr(dist, name)))
+            gathers.clear()
+            syncs.clear()
+            future = checkpointer.mark()
+            at_once = len(gathers)
+            future.result(60)
+            found.append((at_once, len(gathers), len(syncs)))
+    return found[1:]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_marker_makes_the_syncs_and_collectives_that_the_model_counts(world: int, tmp_path: Path) -> None:
+    first, *others = ranks.run(world, _work_of_markers, f"file://{tmp_path}/log")
+    assert [syncs for _, _, syncs in first] == [SYNCS] * 3
+    for rank in others:
+        assert [syncs for _, _, syncs in rank] == [OWN_SYNCS] * 3
+    for rank in (first, *others) if world > 1 else ():
+        assert [gathers for _, gathers, _ in rank] == [1 + GATHERS] * 3

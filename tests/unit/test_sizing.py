@@ -13,11 +13,11 @@ from recipe_helper import load_recipe
 
 from tests.builders import rows_frame
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.extras.sizing.failure import loss_window, restore_time
+from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, SYNCS, commit_time, loss_window, mark_time, restore_time
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
 from torchrec_stream_ckpt.extras.sizing.keep import broker_need, store_bytes
 from torchrec_stream_ckpt.extras.sizing.needs import plan
-from torchrec_stream_ckpt.extras.sizing.stream import StepCost, drain_bytes, step_time, stream_bytes_per_s
+from torchrec_stream_ckpt.extras.sizing.stream import StepCost, drain_bytes, host_time, step_time, stream_bytes_per_s
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched, ZipfTouched
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.model.optimizers import OPTIMIZERS
@@ -187,10 +187,38 @@ def test_a_broker_moves_each_byte_once_a_copy() -> None:
 
 def test_a_failure_loses_half_an_interval_and_the_commit() -> None:
     job = work(rows_per_s=0.0, dense_bytes=0, ranks=1)
-    assert loss_window(job, UnitCosts(marker_s=2.0)) == (30.0, 17.0, 32.0)
-    assert loss_window(job, UnitCosts(marker_s=40.0)) == (40.0, 60.0, 80.0), "no closer than a commit takes"
-    wider = dataclasses.replace(job, ranks=8)
-    assert loss_window(wider, UnitCosts(marker_s=2.0, marker_doubling_s=1.0)) == (30.0, 20.0, 35.0)
+    where, costs = Deployment(), UnitCosts(marker_s=2.0, sync_s=0.0, gather_s=1 / GATHERS)
+    assert loss_window(job, where, costs) == (30.0, 17.0, 32.0)
+    slow = dataclasses.replace(costs, marker_s=40.0)
+    assert loss_window(job, where, slow) == (40.0, 60.0, 80.0), "no closer than a commit takes"
+    assert loss_window(dataclasses.replace(job, ranks=8), where, costs) == (30.0, 20.0, 35.0)
+    assert loss_window(job, where, dataclasses.replace(costs, sync_s=3.0 / SYNCS)) == (30.0, 20.0, 35.0)
+
+
+def test_a_marker_waits_for_its_last_drain_or_for_the_dense_state() -> None:
+    job = work(rows_per_s=1e6, dense_bytes=0, drain_every=10, ranks=1)
+    files, drained = Deployment(log="file"), drain_bytes(job)
+    costs = UnitCosts(marker_s=0.0, sync_s=0.0, imbalance=1.0, publish_s_per_byte=1e-9, disk_bytes_per_s=1e8)
+    assert commit_time(job, files, costs) == pytest.approx(drained * 1e-9)
+    kafka = Deployment(log="kafka", replication=1)
+    assert commit_time(job, kafka, costs) == pytest.approx(0.6 * job.drain_s), "brokers take it before the next one"
+    fast = dataclasses.replace(costs, disk_bytes_per_s=1e9, network_bytes_per_s=1e12)
+    assert commit_time(job, kafka, fast) == pytest.approx(drained / 1e9)
+    heavy = dataclasses.replace(job, dense_bytes=10**9)
+    assert commit_time(heavy, files, dataclasses.replace(costs, dense_s_per_byte=1e-8)) == pytest.approx(10.0)
+
+
+def test_mark_copies_a_part_of_the_dense_state_and_asks_the_other_ranks_once() -> None:
+    costs = UnitCosts(cut_s=0.005, cut_s_per_byte=1e-9, gather_s=0.001)
+    assert mark_time(work(ranks=1, dense_bytes=10**8), costs) == pytest.approx(0.105)
+    assert mark_time(work(ranks=4, dense_bytes=10**8), costs) == pytest.approx(0.005 + 0.025 + 2 * 0.001)
+
+
+def test_waits_do_not_stretch_where_ranks_share_cores_and_work_does() -> None:
+    assert host_time(0.010, 0.004, ranks=2, cores=2) == pytest.approx(0.010)
+    assert host_time(0.010, 0.004, ranks=4, cores=2) == pytest.approx(0.006 + 0.008)
+    assert host_time(0.010, 0.016, ranks=1, cores=2) == pytest.approx(0.010), "two threads of one rank"
+    assert host_time(0.010, 0.016, ranks=4, cores=2) == pytest.approx(0.032)
 
 
 def test_the_store_of_a_job_without_retention_holds_every_interval_and_its_bases() -> None:

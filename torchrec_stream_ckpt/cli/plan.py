@@ -229,7 +229,8 @@ def _bills(found: Bills, costs: UnitCosts) -> Rows:
 def _failure(result: Plan) -> Rows:
     restore = result.restore
     return [
-        ("commit", duration(result.commit_s), "from the cut to the COMMIT"),
+        ("mark()", duration(result.mark_s), "training waits: copies of dense state and of the proof's rows"),
+        ("commit", duration(result.commit_s), "from mark() to the COMMIT"),
         (
             "lost, mean",
             duration(result.loss_mean_s),

@@ -10,6 +10,13 @@ from torchrec_stream_ckpt.extras.sizing.keep import broker_need, delta_bytes
 from torchrec_stream_ckpt.extras.sizing.stream import drain_bytes, drain_frames, stream_bytes_per_s
 
 ID_BYTES = 8
+SYNCS = 6
+"""Durable writes in turn that rank 0 waits for at a marker over files: MARK, the dense state's file, DCP's metadata,
+the names of both in two folders, and COMMIT."""
+OWN_SYNCS = 2
+"""The part of them that every rank makes: its MARK and its dense file."""
+GATHERS = 8
+"""Collectives of a marker after ``mark()``, which makes one: three votes and the outcome, and DCP's."""
 LOG_ALONE_S = 86_400.0
 """Age of a job without a materializer for which its restore is planned."""
 MASK_BYTES_PER_ROW = 3
@@ -51,23 +58,39 @@ class RankMemory:
         return self.ring_bytes + self.mask_bytes + self.dense_bytes + self.marker_bytes
 
 
-def commit_time(work: Workload, costs: UnitCosts) -> float:
-    """Return the seconds from a cut to its COMMIT: the busiest rank publishes its last drain and saves its part of the
-    dense state (in parallel, no faster than the store accepts it), then votes and the COMMIT."""
-    rows_s = drain_bytes(work) / work.ranks * costs.imbalance * costs.publish_s_per_byte
+def mark_time(work: Workload, costs: UnitCosts) -> float:
+    """Return the seconds for which ``mark()`` stops training, apart from the drain that it replaces: one collective,
+    and copies of the rows that a rank proves and of its part of the dense state."""
+    copied_s = work.dense_bytes / work.ranks * costs.cut_s_per_byte
+    return costs.cut_s + costs.gather_s * math.log2(work.ranks) + copied_s
+
+
+def commit_time(work: Workload, where: Deployment, costs: UnitCosts) -> float:
+    """Return the seconds from ``mark()`` to the COMMIT.
+
+    The busiest rank publishes its last drain. The brokers take those of all ranks: at least one of them works for each
+    copy, and they were planned for a part of their speed. Meanwhile the rank saves its part of the dense state, no
+    faster than the store accepts it. Syncs and collectives come on top.
+    """
+    drained = drain_bytes(work)
+    rows_s = drained / work.ranks * costs.imbalance * costs.publish_s_per_byte
+    if where.log == "kafka":
+        broker_s = drained / min(costs.disk_bytes_per_s, costs.network_bytes_per_s)
+        rows_s = max(rows_s, min(broker_s, work.drain_s * costs.use))
     own_s = work.dense_bytes / work.ranks * costs.dense_s_per_byte
     dense_s = max(own_s, work.dense_bytes / (costs.store_bytes_per_s * costs.use))
-    return max(rows_s, dense_s) + costs.marker_s + costs.marker_doubling_s * math.log2(work.ranks)
+    rounds_s = GATHERS * costs.gather_s * math.log2(work.ranks)
+    return costs.marker_s + SYNCS * costs.sync_s + rounds_s + max(rows_s, dense_s)
 
 
-def loss_window(work: Workload, costs: UnitCosts) -> tuple[float, float, float]:
+def loss_window(work: Workload, where: Deployment, costs: UnitCosts) -> tuple[float, float, float]:
     """Return (seconds between markers, mean seconds of training lost by a failure, most seconds lost).
 
     One marker is in flight at a time, so markers are at least one commit apart. A failure falls evenly into the
     interval (Young 1974, "A first order approximation to the optimum checkpoint interval"): half of it is lost on
     average, all of it at most, and in both cases the commit that was in flight.
     """
-    commit_s = commit_time(work, costs)
+    commit_s = commit_time(work, where, costs)
     apart_s = max(work.marker_s, commit_s)
     return apart_s, apart_s / 2 + commit_s, apart_s + commit_s
 
@@ -121,7 +144,7 @@ def rank_memory(work: Workload, where: Deployment, costs: UnitCosts) -> RankMemo
         dense_bytes=work.dense_bytes / work.ranks,
         marker_bytes=min(where.marker_budget_bytes, max(0.0, cut - where.ring_bytes)),
         head_bytes=work.table_bytes - ID_BYTES * work.rows,
-        day_bytes=86_400.0 / loss_window(work, costs)[0] * (COMMIT_BYTES + COMMIT_BYTES_PER_RANK * work.ranks),
+        day_bytes=86_400.0 / loss_window(work, where, costs)[0] * (COMMIT_BYTES + COMMIT_BYTES_PER_RANK * work.ranks),
     )
 
 

@@ -142,13 +142,19 @@ class UnitCosts:
     """(m) Training thread: fixed cost of a step with a drain."""
     publish_s_per_byte: float = 1.3e-9
     """(m) Publisher thread: one byte checksummed, written and synced or produced."""
+    cut_s: float = 0.005
+    """(m) Training thread: ``mark()`` of one rank with little dense state, and the proof's rows copied."""
+    cut_s_per_byte: float = 3e-10
+    """(m) Training thread: one byte of dense state copied and digested."""
     marker_s: float = 0.02
-    """(m) A marker of one rank with nothing to send: votes, MARK, COMMIT and reading them back."""
-    marker_doubling_s: float = 0.01
-    """(m) Additional time for each doubling of the ranks: collectives over log2(ranks) rounds (Thakur, Rabenseifner and
+    """(m) A marker of one rank with nothing to send, from ``mark()`` to its COMMIT, without its syncs."""
+    sync_s: float = 1e-3
+    """(m) One small durable write. A marker waits for ``SYNCS`` of them, or for requests in their place."""
+    gather_s: float = 1.2e-3
+    """(m) One collective of small values, for each doubling of the ranks: log2(ranks) rounds (Thakur, Rabenseifner and
     Gropp 2005, "Optimization of collective communication operations in MPICH")."""
     dense_s_per_byte: float = 2.7e-9
-    """(m) One byte of dense state saved and digested by a rank."""
+    """(m) One byte of dense state copied, saved and digested by a rank."""
     dense_read_s_per_byte: float = 1.2e-9
     """(m) One byte of dense state fetched, digested and loaded; every rank reads all of it."""
     restore_s_per_byte: float = 2.5e-10

@@ -11,6 +11,7 @@ from torchrec_stream_ckpt.extras.sizing.failure import (
     RestoreTime,
     commit_time,
     loss_window,
+    mark_time,
     rank_memory,
     restore_time,
     sweep_time,
@@ -57,7 +58,10 @@ class Plan:
     """(age of the job in seconds, bytes of the store)."""
     materializers: int
     """Workers of the materializer's engine, a core each: they fold and merge."""
+    mark_s: float
+    """Time for which ``mark()`` stops training."""
     commit_s: float
+    """Time from ``mark()`` to the COMMIT."""
     marker_s: float
     """Actual time between markers: at least the time of a commit."""
     loss_mean_s: float
@@ -73,7 +77,7 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
     where, costs = where or Deployment(), costs or UnitCosts()
     rate = stream_bytes_per_s(work)
     rank_rate = rate / work.ranks * costs.imbalance
-    marker_s, mean_s, worst_s = loss_window(work, costs)
+    marker_s, mean_s, worst_s = loss_window(work, where, costs)
     broker = broker_need(work, where, costs)
     return Plan(
         rows_per_s=work.distinct(work.drain_s) / work.drain_s,
@@ -93,7 +97,8 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
         store_write_bytes_per_s=store_write_bytes_per_s(work, where),
         store_bytes=tuple((age_s, store_bytes(work, where, age_s)) for age_s in AGES_S),
         materializers=max(1, math.ceil(materializer_cores(work, where, costs) / costs.use)),
-        commit_s=commit_time(work, costs),
+        mark_s=mark_time(work, costs),
+        commit_s=commit_time(work, where, costs),
         marker_s=marker_s,
         loss_mean_s=mean_s,
         loss_worst_s=worst_s,

@@ -82,7 +82,9 @@ def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float
 
 
 def host_time(alone_s: float, processor_s: float, ranks: int, cores: float) -> float:
-    """Compute the seconds of work that all ranks of a host do at once. Alone, one rank needs ``alone_s``, of which it
-    uses ``processor_s`` of processor time. The result is the longer of two times: one rank's own time, and all work
-    over all cores."""
-    return max(alone_s, processor_s * ranks / cores)
+    """Compute the seconds of work that all ranks of a host do in step.
+
+    Alone, one rank needs ``alone_s``, of which it uses ``processor_s`` of processor time. Its waits stay as long; its
+    processor time stretches once there are more ranks than cores.
+    """
+    return max(0.0, alone_s - processor_s) + max(min(alone_s, processor_s), processor_s * ranks / cores)
