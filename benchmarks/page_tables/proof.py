@@ -10,6 +10,12 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from torchrec_stream_ckpt.extras.sizing.bills import kept_markers
+from torchrec_stream_ckpt.extras.sizing.folds import MONTH_S
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts
+from torchrec_stream_ckpt.extras.sizing.requests import Requests, put_requests
+from torchrec_stream_ckpt.extras.sizing.touched import ZipfTouched
+
 from .results import Table, code, newest, three
 
 MONTH = (
@@ -153,28 +159,54 @@ def planned(*more: str) -> dict[str, Any]:
 
 
 def month(page: Path) -> Table:
-    """Ways to keep the same markers, by assumed prices."""
-    found = [["a month", "PUT and LIST", "GET and HEAD", "requests", "held, TB", "storage", "in all"]]
-    plain, alone = planned()["bills"], planned("--no-check-proofs")["bills"]
-    bills = {
-        "this project's store": plain["store"],
-        "the same, `--no-check-proofs`": alone["store"],
-        "a full copy at each marker": plain["full"],
-        "differentials": plain["differential"],
-    }
-    for name, bill in bills.items():
-        asked = bill["requests"]
-        both = (bill["requests_usd"], bill["storage_usd"])
-        counts = [f"{asked[each] / 1e6:,.1f} M" for each in ("writes", "reads")]
-        requests, *rest = (f"${each:,.0f}" for each in (*both, sum(both)))
-        found.append([name, *counts, requests, f"{bill['held_bytes'] / 1e12:,.0f}", *rest])
+    """Ways to keep the same markers: requests, their price, and bytes."""
+    found = [["a month", "PUT and LIST", "GET and HEAD", "requests", "held, TB"]]
+    for name, (asked, held) in ways().items():
+        counts = [f"{each / 1e6:,.1f} M" for each in (asked.writes, asked.reads)]
+        found.append([name, *counts, f"${asked.cost(UnitCosts()):,.0f}", f"{held / 1e12:,.0f}"])
     return found
+
+
+def ways() -> dict[str, tuple[Requests, float]]:
+    """Of each way, requests of a month and bytes held at its end: the store's, whole copies, and differentials.
+
+    Differentials hold the rows that changed since the last whole copy; a new one is due once they outgrow it.
+    """
+    plain, alone = planned(), planned("--no-check-proofs")
+    job, markers = plain["workload"], MONTH_S / plain["workload"]["marker_s"]
+    kept = kept_markers(job["marker_s"], Deployment(**plain["deployment"]))
+    tables = [(ZipfTouched(**each["touched"]), each["row_bytes"]) for each in job["tables"]]
+    copy, dense, total, number = float(job["table_bytes"]), job["dense_bytes"], 0.0, 0
+    while not number or (number < markers and total <= copy):
+        step = max(1, number // 16)
+        number += step
+        middle_s = (number - (step - 1) / 2) * job["marker_s"]
+        total += step * sum(touched.distinct(middle_s) * row_bytes for touched, row_bytes in tables)
+    mean = total / number
+
+    def puts(num_bytes: float) -> float:
+        """A file of each rank, and one that marks them complete."""
+        return float(job["ranks"] * put_requests(num_bytes / job["ranks"]) + 1)
+
+    def of_store(found: dict[str, Any]) -> tuple[Requests, float]:
+        shares = found["month"].values()
+        counts = (sum(each["times"] * each["once"][kind] for each in shares) for kind in ("writes", "reads"))
+        return Requests(*counts), dict(found["store_bytes"])[MONTH_S]
+
+    of_dense = job["ranks"] + 1 if dense else 0
+    differentials = markers * (puts(mean) + of_dense) + markers / number * puts(copy)
+    return {
+        "this project's store": of_store(plain),
+        "the same, `--no-check-proofs`": of_store(alone),
+        "a full copy at each marker": (Requests(markers * (puts(copy) + of_dense)), kept * (copy + dense)),
+        "differentials": (Requests(differentials), kept * (mean + dense) + max(1.0, kept / number) * copy),
+    }
 
 
 def month_shares(page: Path) -> Table:
     """Work of this project's store: how often, and what one of it takes."""
     found = [["work", "times a month", "PUT and LIST of one", "GET and HEAD of one", "read, GB", "written, GB"]]
-    for name, share in planned()["bills"]["shares"].items():
+    for name, share in planned()["month"].items():
         once = share["once"]
         sizes = [f"{share[each] / _GB:,.1f}" for each in ("read_bytes", "written_bytes")]
         found.append([name, f"{share['times']:,.0f}", f"{once['writes']:,.1f}", f"{once['reads']:,.0f}", *sizes])

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from tests.unit.test_pages import ROOT, check_sentences, newest, page  # isort: skip  (makes benchmarks/ importable)
-from page_tables.proof import MONTH, planned
+from page_tables.proof import MONTH, planned, ways
+
+from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 
 PAGE = "docs/proof.md"
 TB = newest("proof", "terabyte").facts
@@ -122,16 +124,21 @@ def test_what_a_terabyte_takes() -> None:
 
 def test_the_month_is_that_of_the_command_on_the_page() -> None:
     assert f"stream-ckpt {MONTH} --all" in page(PAGE)
-    proofs = planned()["bills"]["shares"]["proofs"]["once"]
-    check_sentences(PAGE, {r"([\d.]+) million reads a marker": [proofs["reads"] / 1e6]})
-    bills, alone = planned()["bills"], planned("--no-check-proofs")["bills"]["store"]
-    plain, full, differential, bare = (
-        each["requests_usd"] + each["storage_usd"]
-        for each in (*(bills[name] for name in ("store", "full", "differential")), alone)
-    )
-    assert bare < differential
-    assert 9 < full / bare < 11
-    assert plain > max(full, differential)
+    proofs = planned()["month"]["proofs"]["once"]
+    (plain, held), (bare, _), (full, of_full), (few, of_few) = ways().values()
+    costs = UnitCosts()
+    said: dict[str, Iterable[float]] = {
+        r"([\d.]+) million reads a marker": [proofs["reads"] / 1e6],
+        r"holds ([\d.]+)% of the bytes of differentials and ([\d.]+)% of those of full copies": [
+            100 * held / of_few,
+            100 * held / of_full,
+        ],
+        r"costs \$(\d+) in requests, and \$(\d+) with `--no-check-proofs`": [plain.cost(costs), bare.cost(costs)],
+        r"full copies \$(\d+), differentials \$(\d+)": [full.cost(costs), few.cost(costs)],
+    }
+    check_sentences(PAGE, said)
+    with_storage = [each.cost(costs) + 0.023 * num_bytes / 1e9 for each, num_bytes in ways().values()]
+    assert with_storage[0] == max(with_storage)
 
 
 def test_how_old_a_served_row_is() -> None:

@@ -114,17 +114,15 @@ def test_a_large_object_is_put_in_parts(num_bytes: int, puts: int) -> None:
     assert model.put_requests(num_bytes) == puts
 
 
-def test_a_month_costs_more_in_full_copies_and_prices_are_parameters() -> None:
+def test_prices_are_parameters() -> None:
     table = TableSpec("t", 10_000_000, 64, "float32", "sgd", optimizer_states("sgd"))
     touched = RateTouched(table.rows, 50_000.0, 0.1, 0.8)
     job = Workload(tables=(TableLoad(table, touched),), ranks=8, steps_per_s=10.0, marker_s=60.0)
     where = Deployment(trim_s=86_400.0)
-    bills = plan(job, where).bills
-    assert bills.store.usd < bills.differential.usd < bills.full.usd
-    assert bills.full.requests.writes == 43_200 * (8 * 9 + 1)  # 2.64 GB: 330 MB a rank, in 7 parts
-    dear = plan(job, where, costs=UnitCosts(put_list_usd_per_1000=0.05, get_head_usd_per_1000=0.004)).bills
-    assert dear.store.requests_usd == pytest.approx(10 * bills.store.requests_usd)
-    assert dear.store.storage_usd == bills.store.storage_usd
+    cheap = plan(job, where)
+    dear = plan(job, where, costs=UnitCosts(put_list_usd_per_1000=0.05, get_head_usd_per_1000=0.004))
+    assert dear.month_usd == pytest.approx(10 * cheap.month_usd)
+    assert dear.month == cheap.month
 
 
 @pytest.mark.parametrize("world", [1, 4])
@@ -264,21 +262,21 @@ def test_a_summary_asks_for_what_the_model_says(tmp_path: Path) -> None:
     assert 0 <= where_it_begins <= 2 * 2, "of marker 1:2, once a generation, by each rank"
 
 
-def test_a_bill_is_the_sum_of_its_shares_and_spans_put_off_bases() -> None:
+def test_the_price_of_a_month_is_that_of_its_shares_and_spans_put_off_bases() -> None:
     table = TableSpec("t", 10_000_000, 64, "float32", "sgd", optimizer_states("sgd"))
     touched = RateTouched(table.rows, 50_000.0, 0.1, 0.8)
     job = Workload(tables=(TableLoad(table, touched),), ranks=8, steps_per_s=10.0, marker_s=60.0)
     where = Deployment(scrub_bytes_per_s=20e6, keep_all_s=86_400.0)
-    found, costs = plan(job, where).bills, UnitCosts()
+    found, costs = plan(job, where), UnitCosts()
     kinds = {"markers", "summaries", "spans", "bases", "proofs", "restores", "trims", "gc rounds", "scrub passes"}
-    assert found.shares.keys() == kinds
-    usd = sum((share.once * share.times).cost(costs) for share in found.shares.values())
-    assert usd == pytest.approx(found.store.requests_usd)
+    assert found.month.keys() == kinds
+    usd = sum((share.once * share.times).cost(costs) for share in found.month.values())
+    assert usd == pytest.approx(found.month_usd)
     with_spans, without = (fold_load(job, replace(where, span_radix=radix)) for radix in (4, 0))
     assert with_spans.cycle > without.cycle
     assert without.written == pytest.approx(without.interval_bytes)  # --rebase 1: each byte once more
-    less = plan(job, replace(where, span_radix=0, proof_bytes=0, scrub_bytes_per_s=0.0)).bills
-    assert less.shares.keys() == kinds - {"spans", "proofs", "scrub passes"}
+    less = plan(job, replace(where, span_radix=0, proof_bytes=0, scrub_bytes_per_s=0.0)).month
+    assert less.keys() == kinds - {"spans", "proofs", "scrub passes"}
 
 
 def test_bases_come_as_the_rule_of_the_materializer_has_it() -> None:

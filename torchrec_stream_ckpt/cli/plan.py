@@ -13,7 +13,7 @@ from torchrec_stream_ckpt.cli.common import as_json, console, print_json, table
 from torchrec_stream_ckpt.cli.options import DAY_S, Access, Json, Store
 from torchrec_stream_ckpt.cli.plan_input import Log, PlanOptions, parse_assumptions
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.extras.sizing.bills import Bill, Bills, Share
+from torchrec_stream_ckpt.extras.sizing.bills import Share, total
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
 from torchrec_stream_ckpt.extras.sizing.needs import Plan, plan
 from torchrec_stream_ckpt.util.units import duration, size
@@ -63,7 +63,7 @@ def plan_job(
     out = console()
     out.print("\n".join(six_lines(work, where, result)), highlight=False, soft_wrap=True)
     if every:
-        _print_all(work, where, costs, result, has_bills=_is_object_store(store, where))
+        _print_all(work, where, costs, result, is_paid=_is_object_store(store, where))
     else:
         out.print("A model, not a measurement. --all prints the rest, and how it is computed.")
 
@@ -118,7 +118,7 @@ def _is_object_store(store: str | None, where: Deployment) -> bool:
     return check_store_url(store).folder is None if store is not None else where.log != "file"
 
 
-def _print_all(work: Workload, where: Deployment, costs: UnitCosts, result: Plan, *, has_bills: bool) -> None:
+def _print_all(work: Workload, where: Deployment, costs: UnitCosts, result: Plan, *, is_paid: bool) -> None:
     out = console()
     drains = "step" if work.drain_every == 1 else f"{work.drain_every} steps"
     out.print(
@@ -128,7 +128,7 @@ def _print_all(work: Workload, where: Deployment, costs: UnitCosts, result: Plan
         soft_wrap=True,
     )
     shown = table("", "needs", "how", title="plan: a model, not a measurement")
-    for section, rows in _sections(work, where, costs, result, has_bills=has_bills).items():
+    for section, rows in _sections(work, where, costs, result, is_paid=is_paid).items():
         shown.add_section()
         for name, value, how in rows:
             shown.add_row(f"{section}: {name}", value, how)
@@ -141,12 +141,12 @@ def _print_all(work: Workload, where: Deployment, costs: UnitCosts, result: Plan
 Rows = list[tuple[str, str, str]]
 
 
-def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan, *, has_bills: bool) -> dict[str, Rows]:
+def _sections(work: Workload, where: Deployment, costs: UnitCosts, result: Plan, *, is_paid: bool) -> dict[str, Rows]:
     return {
         "stream": _stream(work, result),
         "log": _log(where, result),
         "store": _store(work, where, result),
-        **({"an object store, a month": _bills(result.bills, costs)} if has_bills else {}),
+        **({"an object store, a month": _month(result, costs)} if is_paid else {}),
         "failure": _failure(result),
         "a rank": _rank(work, result),
     }
@@ -211,19 +211,12 @@ def _share(name: str, share: Share, costs: UnitCosts) -> tuple[str, str, str]:
     return f"- {name}", f"${(once * share.times).cost(costs):,.0f}", how
 
 
-def _bills(found: Bills, costs: UnitCosts) -> Rows:
-    def row(name: str, bill: Bill, what: str) -> tuple[str, str, str]:
-        asked = bill.requests
-        how = f"{asked.writes:,.0f} PUT and LIST, {asked.reads:,.0f} GET and HEAD: "
-        how += f"${bill.requests_usd:,.0f}; {size(round(bill.held_bytes))}: ${bill.storage_usd:,.0f}"
-        return name, f"${bill.usd:,.0f}", f"{what}; {how}"
-
-    return [
-        row("this store", found.store, "prices by --assume; at most, all that follows"),
-        *(_share(name, share, costs) for name, share in found.shares.items()),
-        row("full copies", found.full, "the same markers kept"),
-        row("differentials", found.differential, "a full copy by the rule of --rebase"),
-    ]
+def _month(result: Plan, costs: UnitCosts) -> Rows:
+    asked, held = total(result.month), dict(result.store_bytes)[30 * DAY_S]
+    how = f"at most, all that follows, by the prices of --assume: {asked.writes:,.0f} PUT and LIST, "
+    how += f"{asked.reads:,.0f} GET and HEAD; {size(round(held))} are held"
+    shares = (_share(name, share, costs) for name, share in result.month.items())
+    return [("requests", f"${result.month_usd:,.0f}", how), *shares]
 
 
 def _failure(result: Plan) -> Rows:

@@ -1,4 +1,4 @@
-"""Monthly cost of a job in an object store, compared with full copies and differentials of the same markers."""
+"""Requests and bytes of a job in an object store, for a month of 30 days, by kind of work."""
 
 from __future__ import annotations
 
@@ -9,27 +9,9 @@ from dataclasses import dataclass, replace
 from torchrec_stream_ckpt.extras.sizing import requests as count
 from torchrec_stream_ckpt.extras.sizing.folds import MONTH_S, FoldLoad, fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts, Workload
-from torchrec_stream_ckpt.extras.sizing.keep import store_bytes
 from torchrec_stream_ckpt.extras.sizing.requests import SEGMENT_BYTES, SMALL_BYTES, HeldStore, Requests
 from torchrec_stream_ckpt.extras.sizing.stream import stream_bytes_per_s
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
-
-
-@dataclass(frozen=True, slots=True)
-class Bill:
-    """Cost of one way to keep a job's markers, for a month of 30 days, in dollars."""
-
-    requests: Requests
-    """Requests in that month."""
-    requests_usd: float
-    held_bytes: float
-    """Bytes held at the end of the month, if the job began with it."""
-    storage_usd: float
-    """Cost of storing that many bytes for a whole month."""
-
-    @property
-    def usd(self) -> float:
-        return self.requests_usd + self.storage_usd
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,51 +29,16 @@ class Share:
     """Bytes written each time, likewise."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bills:
-    """The same job, kept in three ways."""
-
-    store: Bill
-    """Cost of this project's way."""
-    full: Bill
-    """Cost of a whole copy at each marker."""
-    differential: Bill
-    """Cost of differentials: at each marker, all rows that changed since the last whole copy; a new copy by the rule of
-    ``rebase``."""
-    shares: Mapping[str, Share]
-    """Parts of ``store``, by kind of work."""
-
-
-def bills(work: Workload, where: Deployment, costs: UnitCosts) -> Bills:
-    """Compute a month's cost of the job in an object store, by list prices. Markers are kept by the rules of ``gc``."""
-    markers, kept, copy = MONTH_S / work.marker_s, kept_markers(work, where), work.table_bytes
-    shares = store_shares(work, where, costs)
-    mean, cycle = _differentials(work, where)
-
-    def files(num_bytes: float) -> int:
-        """Return the requests of one file per rank, and of one file that marks them complete."""
-        return work.ranks * count.put_requests(num_bytes / work.ranks) + 1
-
-    def bill(requests: Requests, held: float) -> Bill:
-        return Bill(requests, requests.cost(costs), held, held / 1e9 * costs.storage_usd_per_gb_month)
-
-    dense, bases = _dense_files(work), max(1.0, kept / cycle)
-    return Bills(
-        store=bill(
-            sum((each.once * each.times for each in shares.values()), Requests()), store_bytes(work, where, MONTH_S)
-        ),
-        full=bill(Requests((files(copy) + dense) * markers), kept * (copy + work.dense_bytes)),
-        differential=bill(
-            Requests((files(mean) + dense) * markers + files(copy) * (markers / cycle)),
-            kept * (mean + work.dense_bytes) + bases * copy,
-        ),
-        shares=shares,
-    )
+def total(shares: Mapping[str, Share]) -> Requests:
+    """Return the requests of all kinds of work in a month."""
+    return sum((each.once * each.times for each in shares.values()), Requests())
 
 
 def store_shares(work: Workload, where: Deployment, costs: UnitCosts) -> dict[str, Share]:
-    """Return requests and bytes of the store by kind of work: exact for markers, an upper bound for reads of many
-    objects."""
+    """Return a month's requests and bytes by kind of work: exact for markers, an upper bound for reads of many objects.
+
+    Markers are kept by the rules of ``gc``.
+    """
     load, markers, ranks = fold_load(work, where), MONTH_S / work.marker_s, work.ranks
     held, dense, copy = _held(work, where, load), work.dense_bytes, work.table_bytes
     once = count.marker_requests(held, load.interval_bytes, folds=bool(where.rebase or where.span_radix))
@@ -156,11 +103,11 @@ def _rounds(work: Workload, where: Deployment, costs: UnitCosts, held: HeldStore
     return found
 
 
-def kept_markers(work: Workload, where: Deployment) -> float:
-    """Return the number of a month's markers that are kept."""
+def kept_markers(marker_s: float, where: Deployment) -> float:
+    """Return the number of a month's markers that are kept, at one each ``marker_s``."""
     recent_s = MONTH_S if where.keep_all_s is None else min(MONTH_S, where.keep_all_s)
-    older = (MONTH_S - recent_s) / max(where.then_every_s, work.marker_s) if where.then_every_s is not None else 0.0
-    return max(1.0, recent_s / work.marker_s) + older
+    older = (MONTH_S - recent_s) / max(where.then_every_s, marker_s) if where.then_every_s is not None else 0.0
+    return max(1.0, recent_s / marker_s) + older
 
 
 def _dense_files(work: Workload) -> int:
@@ -169,7 +116,7 @@ def _dense_files(work: Workload) -> int:
 
 def _held(work: Workload, where: Deployment, load: FoldLoad) -> HeldStore:
     """Return the contents of the store after a month, and the longest path to a marker."""
-    kept, own, base = kept_markers(work, where), _interval_segments(work, load), _segments(work.table_bytes)
+    kept, own, base = kept_markers(work.marker_s, where), _interval_segments(work, load), _segments(work.table_bytes)
     bases = max(1.0, kept / load.cycle)
     if load.radix:
         loose = 2.0 * (load.radix - 1)  # up to the begin of a span, and after the last one
@@ -224,14 +171,3 @@ def _spans(work: Workload, load: FoldLoad) -> Requests:
         once = count.fold_requests(merged, load.radix * size, segments=load.radix * pieces, tables=len(work.tables))
         spans, pieces, size = spans + once * load.radix**-level, _segments(merged), merged
     return spans
-
-
-def _differentials(work: Workload, where: Deployment) -> tuple[float, float]:
-    """Return (mean bytes of a differential, markers from one whole copy to the next), summed in growing steps."""
-    most, limit = MONTH_S / work.marker_s, (where.rebase or 1.0) * work.table_bytes
-    total, number = 0.0, 0.0
-    while not number or (number < most and total <= limit):
-        step = max(1.0, number // 16)
-        number += step
-        total += step * work.distinct_bytes((number - (step - 1) / 2) * work.marker_s)
-    return total / number, number

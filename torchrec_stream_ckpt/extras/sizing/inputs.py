@@ -189,8 +189,6 @@ class UnitCosts:
     DELETE is free, and so is traffic within the region."""
     get_head_usd_per_1000: float = 0.0004
     """The same price for 1000 GET or HEAD requests."""
-    storage_usd_per_gb_month: float = 0.023
-    """The same price for 10**9 bytes for a month, the first 50 TB; larger amounts cost less per byte."""
     restores_per_month: float = 30.0
     """Restores of the whole job from the store."""
     gc_rounds_per_month: float = 30.0

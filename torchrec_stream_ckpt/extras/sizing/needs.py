@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from torchrec_stream_ckpt.extras.sizing.bills import Bills, bills
+from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares, total
 from torchrec_stream_ckpt.extras.sizing.failure import (
     RankMemory,
     RestoreTime,
@@ -68,8 +69,10 @@ class Plan:
     loss_worst_s: float
     restore: RestoreTime
     memory: RankMemory
-    bills: Bills
-    """A month in an object store, three ways."""
+    month: Mapping[str, Share]
+    """Requests and bytes of an object store in a month, by kind of work."""
+    month_usd: float
+    """Price of all these requests."""
 
 
 def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | None = None) -> Plan:
@@ -78,7 +81,7 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
     rate = stream_bytes_per_s(work)
     rank_rate = rate / work.ranks * costs.imbalance
     marker_s, mean_s, worst_s = loss_window(work, where, costs)
-    broker = broker_need(work, where, costs)
+    broker, month = broker_need(work, where, costs), store_shares(work, where, costs)
     return Plan(
         rows_per_s=work.distinct(work.drain_s) / work.drain_s,
         stream_bytes_per_s=rate,
@@ -104,5 +107,6 @@ def plan(work: Workload, where: Deployment | None = None, costs: UnitCosts | Non
         loss_worst_s=worst_s,
         restore=restore_time(work, where, costs),
         memory=rank_memory(work, where, costs),
-        bills=bills(work, where, costs),
+        month=month,
+        month_usd=total(month).cost(costs),
     )
