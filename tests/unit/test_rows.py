@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.frame import (
     payload_of,
     seal,
 )
-from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows, distinct
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 
 DTYPES = st.sampled_from(sorted(DTYPE_CODES))
@@ -173,3 +173,8 @@ def test_a_frame_of_no_rows_is_a_frame() -> None:
     spec = table("t", 8, 4, "float32", ROWWISE)
     view = read(*user_frame(spec, []), spec)
     assert (view.ids.shape, view.weights.shape, view.states[0].shape) == ((0,), (0, 4), (0,))
+
+
+@given(st.lists(st.integers(-(2**63), 2**63 - 1) | st.integers(0, 5), max_size=20))
+def test_distinct_ids_are_ascending_and_each_is_there_once(ids: list[int]) -> None:
+    assert distinct(np.array(ids, np.int64)).tolist() == sorted(set(ids))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.extras.follower.updates import Changed
-from torchrec_stream_ckpt.format.rows import NO_ID
+from torchrec_stream_ckpt.format.rows import NO_ID, distinct
 from torchrec_stream_ckpt.util.types import TableSpec
 
 if TYPE_CHECKING:
@@ -83,12 +83,12 @@ class IdUpdate:
 
     def preview(self, changed: Changed) -> None:
         """Count rows that will be handed out."""
-        self._previewed.append(np.unique(changed.ids))
+        self._previewed.append(distinct(changed.ids))
 
     def end_preview(self) -> None:
         """Note that all rows were previewed. Call it before the first :meth:`take`."""
         due, *handed_out = self._previewed
-        self._rows = np.unique(np.concatenate(self._previewed))
+        self._rows = distinct(np.concatenate(self._previewed))
         self._left = np.zeros(len(self._rows), np.int64)
         for rows in handed_out:
             self._left[np.searchsorted(self._rows, rows)] += 1
@@ -119,7 +119,7 @@ class IdUpdate:
 
     def lacking(self) -> Ids:
         """Return the rows that were not handed out in their newest version, and that the sink lacks."""
-        return np.unique(np.concatenate([self._rows[self._due], *self._more]))
+        return distinct(np.concatenate([self._rows[self._due], *self._more]))
 
     def _by_raw_id(self, changed: Changed, places: Ids) -> Changed:
         raw_ids = self._ids.owners_of(changed.ids[places])

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, Serve
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, VERSION, Header, Kind, json_frame
-from torchrec_stream_ckpt.format.rows import Array, RowLayout
+from torchrec_stream_ckpt.format.rows import Array, RowLayout, distinct
 from torchrec_stream_ckpt.format.schema import Schema, canonical
 from torchrec_stream_ckpt.inner import Compared, Job, WeightProof
 from torchrec_stream_ckpt.util.options import Options
@@ -178,7 +178,7 @@ class ServingWriter:
         self._check(update, index)
         if update.kind is UpdateKind.LOAD:
             return {table: np.arange(len(values)) for table, values in enumerate(self._tables)}
-        return {table: np.unique(np.concatenate(ids)) for table, ids in touched.items()}
+        return {table: distinct(np.concatenate(ids)) for table, ids in touched.items()}
 
     def _check(self, update: Update, index: Mapping[str, int]) -> None:
         def compare(proof: WeightProof, table: TableSpec) -> Compared:

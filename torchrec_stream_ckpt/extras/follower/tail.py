@@ -12,7 +12,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, data_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.rows import IdEvents, RowsView, decode_events, decode_rows
+from torchrec_stream_ckpt.format.rows import IdEvents, RowsView, decode_events, decode_rows, distinct
 from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.util.types import LogSpan
 
@@ -119,7 +119,7 @@ class Tail:
         taken = ((table, ids) for stream in self._streams.values() for _, table, ids in stream.sent)
         for table, ids in (*taken, *self._given.values()):
             found.setdefault(table, []).append(ids)
-        return {table: np.unique(np.concatenate(ids)) for table, ids in found.items()}
+        return {table: distinct(np.concatenate(ids)) for table, ids in found.items()}
 
     def read(self, upto: Commit | None = None) -> list[Rows]:
         """Return the rows that have arrived since those that were :meth:`taken`, in order.

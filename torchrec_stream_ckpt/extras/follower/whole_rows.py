@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from torchrec_stream_ckpt.extras.follower.updates import Changed
-from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array
+from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, distinct
 from torchrec_stream_ckpt.inner import WeightProof
 from torchrec_stream_ckpt.util.types import TableSpec
 
@@ -74,7 +74,7 @@ class WholeRows:
     def _put_together(self) -> None:
         if not self._parts:
             return
-        ids = np.unique(np.concatenate([self._ids, *(part for part, _, _ in self._parts)]))
+        ids = distinct(np.concatenate([self._ids, *(part for part, _, _ in self._parts)]))
         weights = np.empty((len(ids), self._table.dim), self._weights.dtype)
         known = np.zeros(weights.shape, np.bool_)
         places = np.searchsorted(ids, self._ids)
