@@ -44,12 +44,11 @@ from torchrec.modules.mc_modules import (
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
-from typer.testing import CliRunner
 
 from tests import ranks
+from tests.command import run
 from tests.model import assemble, differences
 from tests.packed import gathered
-from tests.parts import app
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import SchemaMismatchError
@@ -342,8 +341,7 @@ def rows_in_files(uri: str, tables: Iterable[str], folder: Path) -> dict[str, di
         ["follow", uri, "--parquet", str(changes), "--once"],
         ["export", uri, "--to", f"parquet://{exported}"],
     ):
-        said = CliRunner().invoke(app, more)
-        assert said.exit_code == 0, said.output
+        run(*more)
     (newest,) = (each for each in changes.iterdir() if each.is_dir())
     found = {}
     for name in tables:

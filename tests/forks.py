@@ -5,6 +5,7 @@ A process has one such server, whoever asks for it, and the last list of imports
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import runpy
@@ -15,7 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import IO, Any, TextIO, TypeVar
 
 import pytest
@@ -224,3 +225,13 @@ def run_as_main(script: Path, arguments: tuple[str, ...]) -> None:
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")
+
+
+def load_script(name: str) -> ModuleType:
+    """A script of the project as a module, by its name."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

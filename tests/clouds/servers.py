@@ -8,12 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
-import signal
-import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
@@ -22,9 +18,8 @@ from typing import Any
 
 import pytest
 
-from torchrec_stream_ckpt.extras.broker import tether
+from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.extras.broker.process import birth_of
 from torchrec_stream_ckpt.script import free_port
 
 BUCKET = "tests"
@@ -34,7 +29,7 @@ ACCOUNT = "devstoreaccount1"
 START_TIMEOUT_S = 60.0
 
 
-class CloudServer:
+class CloudServer(Server):
     """One server, ended with this process at the latest."""
 
     scheme: str
@@ -42,21 +37,11 @@ class CloudServer:
     program: Path
 
     def __init__(self, directory: Path) -> None:
-        self._said = directory / f"{self.scheme}.log"
+        super().__init__(directory / f"{self.scheme}.log")
         self._directory = directory
         self.port = free_port()
-        tied = [sys.executable, "-I", tether.__file__, str(os.getpid()), str(birth_of(os.getpid()))]
-        with open(self._said, "ab") as output:
-            self._process = subprocess.Popen([*tied, *self._command()], stdout=output, stderr=output)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            assert self._process.poll() is None, f"it ended: {self.said()}"
-            assert time.monotonic() < deadline, f"it does not answer: {self.said()}"
-            time.sleep(0.05)
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        self.endpoint = f"http://{HOST}:{self.port}"
+        self.launch(self._command(), START_TIMEOUT_S)
 
     def url(self, name: str) -> str:
         return f"{self.scheme}://{BUCKET}/{name}"
@@ -65,25 +50,8 @@ class CloudServer:
         """Store options for a client."""
         raise NotImplementedError
 
-    def said(self) -> str:
-        return self._said.read_text()[-2000:]
-
-    def kill(self) -> None:
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait(20)
-
     def _command(self) -> Sequence[str | Path]:
         raise NotImplementedError
-
-    def _answers(self) -> bool:
-        try:
-            urllib.request.urlopen(self.endpoint, timeout=5).close()
-        except urllib.error.HTTPError as refused:
-            refused.close()
-            return True
-        except OSError:
-            return False
-        return True
 
 
 class FakeGcs(CloudServer):

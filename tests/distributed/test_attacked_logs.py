@@ -15,13 +15,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests import zoo
+from tests.command import ask, call
 from tests.forged import Frames, copy_log, forge, forge_segment
 from tests.laps import config
 from tests.model import differences
-from tests.parts import FileLog, Policy, app, open_log, verify_marker
+from tests.parts import FileLog, Policy, open_log, verify_marker
 from tests.pool import Pool
 from tests.stores import fold, lose_rows
 from tests.zoo import MARK
@@ -91,7 +91,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def _verify(folder: Path, uri: str = "") -> dict[MarkerId, dict[str, Any]]:
     """The log in a folder, or another one whose dense state is there."""
     store = ["--store", f"file://{folder}"] if uri else []
-    done = CliRunner().invoke(app, ["verify", uri or f"file://{folder}", "--all", "--json", *store])
+    done = call("verify", uri or f"file://{folder}", "--all", "--json", *store)
     records = json.loads(done.stdout)
     assert done.exit_code == (1 if any(each["verdict"] == "damaged" for each in records) else 0)
     return {MarkerId.parse(each["marker"]): each for each in records}
@@ -106,10 +106,10 @@ def _alone(folder: Path, marker: MarkerId) -> tuple[float, list[str]]:
 
 
 def test_show_names_a_data_parallel_table_although_no_schema_has_it(whole: Path) -> None:
-    shown = json.loads(CliRunner().invoke(app, ["show", f"file://{whole}", str(NEWEST), "--json"]).stdout)
+    shown = ask("show", f"file://{whole}", str(NEWEST), status=None)
     assert [each["name"] for each in shown["tables"]] == ["part0.t_cw", "part0.t_rw", "part0.t_tw"]
     assert shown["data_parallel"] == [{"name": "part0.t_dp", "rows": 70, "dim": 4}]
-    said = CliRunner().invoke(app, ["show", f"file://{whole}", str(NEWEST)]).output
+    said = call("show", f"file://{whole}", str(NEWEST)).output
     assert "data-parallel: part0.t_dp, 70 rows, 4 columns: every rank has it, as dense state" in said
 
 

@@ -10,22 +10,16 @@ import uuid
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import jobs, ranks, stores
 from tests.clouds.servers import CLOUDS, CloudServer
+from tests.command import run
 from tests.model import PLAN_2, PLAN_3, differences
-from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
 
 pytestmark = pytest.mark.distributed
 
 STEPS = 5  # markers are at step 3 and at the end
-
-
-def command(*arguments: str) -> None:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
 
 
 def killed(*arguments: str, at: str) -> None:
@@ -56,9 +50,9 @@ def test_a_job_comes_back_on_other_ranks_from_a_cloud_alone(
     there = (uri, "--store", store, "--store-options", str(options))
     fold = ("materialize", *there, "--once", "--rebase", "0.000001")
     killed(*fold, at="materialize.manifest")
-    command(*fold)
+    run(*fold)
     for other in (("scrub", *there), ("verify", uri, "--all", *there[1:]), ("gc", *there, "--newest", "2")):
-        command(*other)
+        run(*other)
     stores.lose_rows(tmp_path / "log")
 
     for marker, step in ((None, STEPS), ("1:1", 3)):

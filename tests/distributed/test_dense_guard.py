@@ -40,12 +40,6 @@ def _job(net: type[Net] = Net) -> Trainer:
     return trainer(PLAN_2, net=net, dropout=0.0, wrapper=wrapper)
 
 
-def _wrapper(job: Trainer) -> DistributedDataParallel:
-    ddp = job.dmp._dmp_wrapped_module
-    assert isinstance(ddp, DistributedDataParallel)
-    return ddp
-
-
 def _train(job: Trainer, *others: torch.optim.Optimizer) -> None:
     """One step, of other optimizers too."""
     job.step_number += 1

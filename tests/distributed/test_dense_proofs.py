@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
-from typer.testing import CliRunner
 
 from tests import warm
+from tests.command import call
 from tests.dense_job import copied
 from tests.distributed.test_fsdp import Root
 from tests.forged import Frames, forge, on_rank_0
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, PLAN_3, trainer
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, ProofMismatchError
@@ -157,7 +157,7 @@ def _assert_found(said: list[str], names: list[str], read_by: int) -> None:
 
 def test_verify_compares_the_files_and_names_entry_rank_and_marker(flipped: tuple[Path, list[str]]) -> None:
     folder, names = flipped
-    told = CliRunner().invoke(app, ["verify", f"file://{folder}", "--all"])
+    told = call("verify", f"file://{folder}", "--all")
     assert told.exit_code == 1
     for marker, name in zip(MARKERS, names, strict=True):
         if name:
@@ -181,7 +181,7 @@ def test_a_flip_in_the_file_is_found_though_commit_names_its_new_digest(tmp_path
     warm.run(2, _train, uri, ["", "", ""])
     for marker, entry in (("1:2", LAYER), ("1:3", "rank1.random")):
         _forge_dense(folder, MarkerId.parse(marker), entry)
-    said = CliRunner().invoke(app, ["verify", uri, "--all"]).output
+    said = call("verify", uri, "--all").output
     assert re.search(rf"cut: {re.escape(LAYER)} .*marker=1:2\b", said), said
     assert re.search(r"cut: rank1\.random .*marker=1:3\b", said), said
     found = warm.run(2, _restore, uri, ["1:1", "1:2", "1:3"])[0]
@@ -217,7 +217,7 @@ def test_scalars_that_flip_in_a_mark_are_found_by_every_reader_of_it(tmp_path: P
     warm.run(2, _train, f"file://{whole}", ["", "", ""])
     forge(whole, folder, on_rank_0(_change_a_rate))
     uri = f"file://{folder}"
-    said = CliRunner().invoke(app, ["verify", uri, "1:2"])
+    said = call("verify", uri, "1:2")
     assert said.exit_code == 1
     assert re.search(r"learning rates differ from those at the cut.*rank=0", str(said.exception))
     found = warm.run(2, _restore, uri, ["1:1", "1:2"])[0]

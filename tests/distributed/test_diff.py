@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests import jobs, stores, warm
+from tests.command import ask
 from tests.model import PLAN_2, PLAN_3, Spec
-from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -33,13 +29,6 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return str(settings.uri), {"1:1": trained[3], "1:2": trained[6], "1:3": trained[6], "2:2": branch[6]}
 
 
-def diff(uri: str, *arguments: str) -> Any:
-    done = CliRunner().invoke(app, ["diff", uri, *arguments, "--json"])
-    if done.exception is not None:
-        raise done.exception
-    return json.loads(done.stdout)
-
-
 def rows_that_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     return (one.view(torch.int32) != other.view(torch.int32)).reshape(len(one), -1).any(1)
 
@@ -47,7 +36,7 @@ def rows_that_differ(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("first", "second"), [("1:1", "1:2"), ("1:3", "1:2"), ("1:2", "2:2"), ("2:2", "1:1")])
 def test_rows_are_counted_bit_by_bit(job: tuple[str, Truths], first: str, second: str) -> None:
     uri, truths = job
-    found = diff(uri, first, second)
+    found = ask("diff", uri, first, second)
     one, other = truths[first], truths[second]
     for table in found["tables"]:
         name = table["table"].removeprefix("ebc.")
@@ -70,8 +59,8 @@ def test_rows_are_counted_bit_by_bit(job: tuple[str, Truths], first: str, second
 
 def test_rows_that_were_sent_hold_those_that_changed(job: tuple[str, Truths]) -> None:
     uri, _ = job
-    sent, found = diff(uri, "1:1", "1:3", "--sent")["sent"], diff(uri, "1:1", "1:3")
+    sent, found = ask("diff", uri, "1:1", "1:3", "--sent")["sent"], ask("diff", uri, "1:1", "1:3")
     for table in found["tables"]:
         assert table["changed"] <= sent[table["table"]] <= table["rows"]
     assert 0 < sent["ebc.t_item"] < 307
-    assert set(diff(uri, "1:2", "1:2", "--sent")["sent"].values()) == {0}
+    assert set(ask("diff", uri, "1:2", "1:2", "--sent")["sent"].values()) == {0}

@@ -14,10 +14,11 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
+from tests.command import call
 from tests.forks import ROOT, Torchrun
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from torchrec_stream_ckpt.inner import Control
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
@@ -46,7 +47,7 @@ NOT_RUN = {
     r"^stream-ckpt import ": "tests/distributed/test_migration_doc.py runs it on a checkpoint that fits",
     r"^stream-ckpt export file://FOLDER": "the same",
     r"--standby 60": "tests/distributed/test_standby.py: it waits for a trainer that dies",
-    r"recipes/online_follow\.py|small --stream_ckpt file://ckpt &$": "tests/distributed/test_follow.py",
+    r"recipes/online_follow\.py|small --stream_ckpt file://ckpt &$": "tests/distributed/test_followed_model.py",
     r"recipes/(train_deepfm|resume_resharded)\.py": "tests/distributed/test_recipes.py, on less data",
     r"file://clicks-(ckpt|new)": "tests/distributed/test_evolve_guides.py, on less data",
     r"--parquet /": "tests/unit/test_parquet_sink.py",
@@ -88,7 +89,7 @@ def stream_ckpt(command: str, put_in: Mapping[str, str]) -> Result:
     endless = arguments[0] in {"follow", "watch", "materialize"} or (arguments[0] == "relay" and "--status" not in line)
     if endless and "--once" not in arguments:
         arguments.append("--once")
-    done = CliRunner().invoke(app, arguments)
+    done = call(*arguments)
     alert = arguments[0] == "watch" and "alerts" in done.output and '"alerts": []' not in done.output
     assert done.exit_code == alert, (line, done.output, done.exception)
     return done

@@ -6,6 +6,7 @@ import json
 import shutil
 import tracemalloc
 import warnings
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
-from typer.testing import CliRunner
+from torch import nn
 
 from tests import jobs, ranks, stores, warm
-from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import app
+from tests.command import call, run
+from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, Trainer, differences, trainer, truth
 from tests.tables import FIRST, write_tables
-from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.extras.interchange.dcp import Keys, write_dcp
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.format.schema import Schema
@@ -33,7 +34,6 @@ from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 pytestmark = pytest.mark.distributed
 
 STEPS = 6  # markers 1:1 and 1:2 at steps 3 and 6, and one more by mark()
-Trained = tuple[Path, list[Any]]
 
 
 @pytest.fixture(scope="module", params=["rowwise", "adagrad"])
@@ -43,14 +43,6 @@ def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     settings = StreamConfig(uri=f"file://{directory}", marker_every=3)
     build = {"optimizer": request.param}
     return request.param, directory, warm.run(2, jobs.train_with, PLAN_2, settings, STEPS, build)
-
-
-def run(*arguments: object) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 def load_plainly(spec: Spec, folder: str, build: dict[str, Any], keys: tuple[str, str]) -> dict[str, torch.Tensor]:
@@ -178,3 +170,84 @@ def test_a_job_with_another_column_split_is_told_by_dcp(source: tuple[str, Path,
     whole = {**PLAN_1, "t_wide": ("tw", 0)}
     with warnings.catch_warnings(), pytest.raises(ranks.RankFailed, match="Size mismatch"):
         warm.run(1, load_plainly, whole, str(target), {"optimizer": "rowwise"}, ("", ""))
+
+
+# Exports of a marker whose modules and optimizers keep more than tensors.
+
+
+ARRAYS = {
+    "counts": np.arange(6, dtype=np.int32).reshape(2, 3),
+    "swapped": np.arange(3, dtype=np.dtype("i4").newbyteorder("S")),
+    "columns": np.asfortranarray(np.ones((2, 2), np.float32)),
+    "flags": np.array([True, False]),
+    "names": np.array(["a", "bc"]),
+    "mean": np.float64(0.25),
+    "seen": np.int64(7),
+}
+
+
+class Extra(nn.Linear):
+    """Has a state beside its parameters."""
+
+    extra: Any = None
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
+def _job(extra: Any) -> Trainer:
+    job = trainer(PLAN_1)
+    layer = next(each for each in job.dmp.modules() if type(each) is nn.Linear)
+    layer.__class__, layer.extra = Extra, extra
+    return job
+
+
+def _train(uri: str, extra: Any) -> None:
+    job = _job(extra)
+    with StreamCheckpointer(job.dmp, job.optimizer, config=StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        job.step()
+        first = next(iter(job.dense.state.values()))
+        first["history"] = ARRAYS["counts"]
+        checkpointer.step()
+        checkpointer.mark().result(60)
+
+
+def _load(folder: str) -> tuple[Any, Any]:
+    """What plain DCP makes of an export: the extra state, and what the dense optimizer keeps beside tensors."""
+    job = _job(dict.fromkeys(ARRAYS, 0))
+    job.step()
+    next(iter(job.dense.state.values()))["history"] = np.zeros(1)
+    model, optimizer = job.dmp.state_dict(), job.optimizer.state_dict()
+    dcp.load({"model": model, "optim": optimizer}, checkpoint_id=folder)
+    (extra,) = (value for name, value in model.items() if name.endswith("_extra_state"))
+    (kept,) = (each["history"] for each in optimizer["state"].values() if "history" in each)
+    return extra, kept
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return one.dtype == other.dtype and one.shape == other.shape and bool(np.all(one == other))
+
+
+def test_arrays_of_modules_and_optimizers_are_exported(tmp_path: Path) -> None:
+    uri, target = f"file://{tmp_path / 'log'}", tmp_path / "out"
+    warm.run(1, _train, uri, ARRAYS)
+    run("export", uri, "--to", f"dcp://{target}", "--model-key=model", "--optimizer-key=optim")
+    ((extra, kept),) = warm.run(1, _load, str(target))
+    assert extra.keys() == ARRAYS.keys()
+    native = {**ARRAYS, "swapped": np.arange(3, dtype=np.int32)}  # as pickles of NumPy give it back, which DCP writes
+    assert [name for name in native if not _equal(extra[name], native[name])] == []
+    assert _equal(kept, ARRAYS["counts"])
+
+
+def test_extra_state_that_runs_code_is_refused_by_the_name_of_its_class(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path / 'log'}"
+    warm.run(1, _train, uri, {"last": deque([torch.ones(2)], 2)})
+    done = call("export", uri, "--to", f"dcp://{tmp_path / 'out'}")
+    assert done.exit_code != 0
+    said = str(done.exception) + done.output
+    assert "the extra state of a module holds objects that run code when unpickled: collections.deque" in said
+    assert "Try: return only numbers" in said
+    assert not list((tmp_path / "out").glob("*")), "something was written"

@@ -19,15 +19,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule, TrainInputMapper
-from typer.testing import CliRunner
 
 from tests import hashed, ranks, stores
 from tests.collided import TABLES, State, Truths, attach, job, ranks_of, train
+from tests.command import run
 from tests.followers import STEPS
 from tests.hash_zch import FREE, trainable
 from tests.model import differences
 from tests.packed import gathered
-from tests.parts import app, trim_log
+from tests.parts import trim_log
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.capture import id_stream
 from torchrec_stream_ckpt.errors import ProofMismatchError, ReplicaNotReadyError
@@ -336,8 +336,7 @@ def test_the_outer_tier_has_the_events_of_the_inner_one(tmp_path: Path) -> None:
 
 def _check_exported(uri: str, folder: Path, done: list[Truths]) -> None:
     """A marker of a store as Parquet: under each raw id the row that it has."""
-    said = CliRunner().invoke(app, ["export", uri, "--to", f"parquet://{folder}"])
-    assert said.exit_code == 0, said.output
+    run("export", uri, "--to", f"parquet://{folder}")
     for table in SIZES:
         name, found = table.removeprefix(PREFIX), pyarrow.parquet.read_table(folder / f"{table}.parquet")
         (weights,) = [value for key, value in done[0][9][0].items() if key.endswith(f".{name}.weight")]
@@ -345,8 +344,7 @@ def _check_exported(uri: str, folder: Path, done: list[Truths]) -> None:
         assert found["vector"].to_pylist() == weights.tolist()
         raw_ids = {raw_id: row for row, raw_id in enumerate(found["raw_id"].to_pylist()) if raw_id is not None}
         assert raw_ids == _maps_of(done, table)
-    said = CliRunner().invoke(app, ["export", uri, "--to", f"safetensors://{folder}-flat"])
-    assert said.exit_code == 0, said.output
+    run("export", uri, "--to", f"safetensors://{folder}-flat")
     (file,) = Path(f"{folder}-flat").glob("*.safetensors")
     tensors = load_file(file)
     for table in SIZES:

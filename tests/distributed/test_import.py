@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,12 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from typer.testing import CliRunner
 
 from tests import jobs, warm
+from tests.command import ask
 from tests.evolving import pasted
 from tests.model import OPTIMIZERS, PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import app
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError, StreamCkptError
 
@@ -43,14 +41,6 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return request.param, folder, expected
 
 
-def run(*arguments: object) -> Any:
-    done = CliRunner().invoke(app, [*(str(argument) for argument in arguments), "--json"])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
-
-
 def fused(optimizer: str) -> list[str]:
     named = [f"--optimizer={OPTIMIZERS[optimizer].name.lower()}"]
     return [*named, "--data-parallel=ebc.t_dp"] if optimizer == "sgd" else named
@@ -64,7 +54,7 @@ def test_an_imported_checkpoint_is_restored_on_another_plan_and_the_lineage_goes
 ) -> None:
     optimizer, folder, expected = saved
     uri = f"file://{tmp_path}/log"
-    found = run("import", f"--from=dcp://{folder}", f"--to={uri}", "--step=3", *KEYS, *fused(optimizer))
+    found = ask("import", f"--from=dcp://{folder}", f"--to={uri}", "--step=3", *KEYS, *fused(optimizer))
     assert found["marker"] == "1:1"
     assert found["not_taken"] == ["steps"]
     assert found["tables"] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]
@@ -81,18 +71,18 @@ def test_an_imported_checkpoint_is_restored_on_another_plan_and_the_lineage_goes
         assert step == 4
         assert differences(restored[0][3][2], state, rng=False) == []
     if world == 3:
-        run("verify", uri, "--all")
+        ask("verify", uri, "--all")
 
 
 @pytest.mark.parametrize("saved", ["rowwise"], indirect=True)
 def test_an_export_comes_back(saved: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
     _, folder, _ = saved
     first, second = f"file://{tmp_path}/first", f"file://{tmp_path}/second"
-    run("import", f"--from=dcp://{folder}", f"--to={first}", *KEYS, *fused("rowwise"))
-    run("export", first, f"--to=dcp://{tmp_path}/out")
-    run("import", f"--from=dcp://{tmp_path}/out", f"--to={second}", *fused("rowwise"))
+    ask("import", f"--from=dcp://{folder}", f"--to={first}", *KEYS, *fused("rowwise"))
+    ask("export", first, f"--to=dcp://{tmp_path}/out")
+    ask("import", f"--from=dcp://{tmp_path}/out", f"--to={second}", *fused("rowwise"))
     for name in NAMES:
-        run("export", f"file://{tmp_path}/{name}", f"--to=safetensors://{tmp_path}/{name}-tables")
+        ask("export", f"file://{tmp_path}/{name}", f"--to=safetensors://{tmp_path}/{name}-tables")
     one, other = (data_of(tmp_path / f"{name}-tables" / "model-00001-of-00001.safetensors") for name in NAMES)
     assert len(one) > 50_000
     assert one == other
@@ -119,7 +109,7 @@ def test_what_does_not_fit_the_checkpoint_is_refused(
 ) -> None:
     _, folder, _ = saved
     with pytest.raises(ConfigError, match=said):
-        run("import", f"--from=dcp://{folder}", f"--to=file://{tmp_path}/log", *arguments)
+        ask("import", f"--from=dcp://{folder}", f"--to=file://{tmp_path}/log", *arguments)
     assert not list(tmp_path.iterdir())
 
 
@@ -130,7 +120,7 @@ def test_weights_alone_are_no_marker_of_a_model_with_states_until_that_is_declar
     _, folder, expected = saved
     uri = f"file://{tmp_path}/log"
     arguments = ("--optimizer=none", "--data-parallel=ebc.t_dp", *KEYS)
-    found = run("import", f"--from=dcp://{folder}", f"--to={uri}", *arguments)
+    found = ask("import", f"--from=dcp://{folder}", f"--to={uri}", *arguments)
     assert found["without_states"] == ["ebc.t_item", "ebc.t_small", "ebc.t_user", "ebc.t_wide"]
     refused, before, after = warm.run(1, restore_declared, StreamConfig(uri=uri, marker_every=None))[0]
     assert "table 'ebc.t_user': trained by exact_rowwise_adagrad here, none in the marker" in refused
@@ -156,9 +146,9 @@ def restore_declared(settings: StreamConfig) -> tuple[str, dict[str, torch.Tenso
 def test_only_an_empty_log_is_imported_into(saved: tuple[str, Path, dict[str, Any]], tmp_path: Path) -> None:
     _, folder, _ = saved
     arguments = ["import", f"--from=dcp://{folder}", f"--to=file://{tmp_path}/log", *KEYS, *fused("rowwise")]
-    run(*arguments)
+    ask(*arguments)
     with pytest.raises(ConfigError, match="an import requires an empty log"):
-        run(*arguments)
+        ask(*arguments)
 
 
 @pytest.mark.parametrize("saved", ["rowwise"], indirect=True)
@@ -168,5 +158,5 @@ def test_a_checkpoint_that_is_cut_makes_no_marker(saved: tuple[str, Path, dict[s
     with open(copy / "__1_0.distcp", "r+b") as file:
         file.truncate(2000)
     with pytest.raises(StreamCkptError, match="cannot be read"):
-        run("import", f"--from=dcp://{copy}", f"--to=file://{tmp_path}/log", *KEYS, *fused("rowwise"))
+        ask("import", f"--from=dcp://{copy}", f"--to=file://{tmp_path}/log", *KEYS, *fused("rowwise"))
     assert {path.name for path in tmp_path.iterdir()} == {"cut"}

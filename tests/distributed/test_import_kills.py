@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import sys
 from dataclasses import replace
@@ -10,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import zoo
+from tests.command import ask, call
 from tests.distributed.test_import_torch_save import WHOLE, WHOLE_PLAN, kept, save
 from tests.evolving import State, restored
 from tests.forks import context
 from tests.laps import config
 from tests.model import differences
-from tests.parts import FileLog, app, fence_of
+from tests.parts import FileLog, fence_of
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import Place, Plan
@@ -55,14 +54,6 @@ def saved(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, S
 def arguments(saved: Path, log: Path) -> list[str]:
     keys = ("--model-key=model", "--optimizer-key=optim", "--optimizer=exact_adagrad")
     return ["import", f"--from=torch://{saved}/model.pt", f"--to=file://{log}", *keys]
-
-
-def run(*given: str) -> Any:
-    done = CliRunner().invoke(app, [*given, "--json"])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
 
 
 def command(given: list[str], fuse: str, report: Path) -> None:
@@ -112,21 +103,21 @@ def test_an_import_that_is_killed_is_begun_anew_by_the_next_one(
     (folder, truth), log, generation = saved, tmp_path / "log", POINTS[point]
     given = arguments(folder, log)
     kill(given, point, tmp_path / "fired")
-    listed = run("list", f"file://{log}") if point != "claim.append" else {"markers": [], "unfinished_import": None}
+    listed = ask("list", f"file://{log}") if point != "claim.append" else {"markers": [], "unfinished_import": None}
     assert listed["unfinished_import"] == generation
     if point == "commit.appended":  # it has come to its end, and nobody has heard of it
         assert [each["restorable"] for each in listed["markers"]] == [True]
         with pytest.raises(ConfigError, match=r"an import has committed marker 1:1.*\n  Try: restore that marker"):
-            run(*given)
+            ask(*given)
         check(pool, truth, log, "1:1")
         return
     assert listed["markers"] == []
     if generation is not None:
-        assert "generation 1 is an unfinished import" in CliRunner().invoke(app, ["list", f"file://{log}"]).output
+        assert "generation 1 is an unfinished import" in call("list", f"file://{log}").output
         (said,) = pool.run(1, refused, config(log), "restore")
         assert "an import into this log has not committed a marker" in said
         assert "run the same `stream-ckpt import` again" in said
-    found = run(*given)
+    found = ask(*given)
     marker = "2:1" if generation is not None else "1:1"
     assert (found["marker"], found["unfinished"]) == (marker, generation)
     check(pool, truth, log, marker)
@@ -139,8 +130,8 @@ def test_a_log_that_waits_for_the_end_of_an_import_is_no_beginning(
     (folder, _), log = saved, tmp_path / "log"
     for number in (1, 2):
         kill(arguments(folder, log), "import.rows", tmp_path / f"fired{number}")
-    assert run("list", f"file://{log}")["unfinished_import"] == 2
-    tree = CliRunner().invoke(app, ["list", f"file://{log}", "--tree"]).output
+    assert ask("list", f"file://{log}")["unfinished_import"] == 2
+    tree = call("list", f"file://{log}", "--tree").output
     assert "generation 2 (an import" in tree
     there = "an import into this log has not committed a marker"
     (said,) = pool.run(1, refused_changes, config(log))
@@ -151,9 +142,9 @@ def test_a_log_that_waits_for_the_end_of_an_import_is_no_beginning(
     assert there in said
     assert f"uri=file://{log}" in said
     pool.run(1, afresh, replace(config(log), fresh=True))
-    assert run("list", f"file://{log}")["unfinished_import"] is None
+    assert ask("list", f"file://{log}")["unfinished_import"] is None
     with pytest.raises(ConfigError, match=r"but this one has marker 3:1"):
-        run(*arguments(folder, log))
+        ask(*arguments(folder, log))
 
 
 def test_what_an_operator_or_a_job_has_claimed_is_not_imported_into(saved: tuple[Path, State], tmp_path: Path) -> None:
@@ -162,7 +153,7 @@ def test_what_an_operator_or_a_job_has_claimed_is_not_imported_into(saved: tuple
     control = Control(FileLog(log))
     control.claim(fence_of(control.refresh(), f"file://{log}"))
     with pytest.raises(ConfigError, match=r"requires an empty log, but generation 2 of a job has begun in this one"):
-        run(*arguments(folder, log))
+        ask(*arguments(folder, log))
 
 
 def test_of_two_imports_at_one_time_the_older_one_is_fenced(
@@ -173,11 +164,11 @@ def test_of_two_imports_at_one_time_the_older_one_is_fenced(
 
     def overtaken(*given: Any) -> Any:
         monkeypatch.setattr(import_writer, "write_stream", write)
-        found.append(run(*arguments(folder, log)))
+        found.append(ask(*arguments(folder, log)))
         return write(*given)
 
     monkeypatch.setattr(import_writer, "write_stream", overtaken)
     with pytest.raises(FencedError):
-        run(*arguments(folder, log))
+        ask(*arguments(folder, log))
     assert [(each["marker"], each["unfinished"]) for each in found] == [("2:1", 1)]
-    assert [each["marker"] for each in run("list", f"file://{log}")["markers"]] == ["2:1"]
+    assert [each["marker"] for each in ask("list", f"file://{log}")["markers"]] == ["2:1"]

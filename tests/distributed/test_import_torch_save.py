@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,13 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from typer.testing import CliRunner
 
 from tests import zoo
+from tests.command import ask
 from tests.evolving import Origin, State, Step, expected, restored
 from tests.laps import config
 from tests.model import assemble, differences
-from tests.parts import app
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import Model, Part, Place, Plan, Table
@@ -94,14 +92,6 @@ def _saved(pool: Pool, folder: Path, model: Model, plan: Plan) -> tuple[Path, St
     return folder, pool.run(2, save, str(folder), model, plan)[0]
 
 
-def run(*arguments: object) -> Any:
-    done = CliRunner().invoke(app, [*(str(argument) for argument in arguments), "--json"])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
-
-
 def kept(before: State, saved: State) -> State:
     """All that a checkpoint holds is the checkpoint's; all else is as it was."""
     return before | {name: value for name, value in saved.items() if name.startswith(("model.", "fused.", "dense."))}
@@ -117,7 +107,7 @@ def test_the_files_of_all_ranks_come_to_other_ranks_and_another_plan(
     world: int, saved: tuple[Path, State], pool: Pool, tmp_path: Path
 ) -> None:
     folder, truth = saved
-    found = run("import", f"--from=torch://{folder}/ranks", f"--to=file://{tmp_path}/log", "--step=3", *KEYS)
+    found = ask("import", f"--from=torch://{folder}/ranks", f"--to=file://{tmp_path}/log", "--step=3", *KEYS)
     assert found["marker"] == "1:1"
     assert found["without_states"] == []
     assert found["not_taken"] == ["optim.param_groups", "steps"] or found["not_taken"] == ["steps"]
@@ -137,7 +127,7 @@ def test_gathered_tensors_come_to_one_rank(file: str, whole: tuple[Path, State],
     """Where the state of the dense optimizer is not in the file, it stays as the job has made it."""
     folder, truth = whole
     keys = ("--model-key=model", "--optimizer-key=optim", "--optimizer=exact_adagrad")
-    run("import", f"--from=torch://{folder}/{file}", f"--to=file://{tmp_path}/log", *keys)
+    ask("import", f"--from=torch://{folder}/{file}", f"--to=file://{tmp_path}/log", *keys)
     plan = Plan(1, 1, (Place("tw", (0,)), Place("rw"), Place("dp")))
     ((before, after, *_),) = pool.run(1, restored, WHOLE, plan, config(tmp_path / "log"), None, Changes(), ())
     dense = {name: value for name, value in before.items() if name.startswith("dense.")}
@@ -157,17 +147,17 @@ def test_weights_alone_come_to_another_model_by_changes_that_the_refusal_has_nam
     arguments = ["import", f"--from=torch://{folder}/weights.pt", f"--to=file://{log}", "--optimizer=none"]
     arguments.append(f"--schema={tmp_path}/model.json")
     with pytest.raises(ConfigError, match=r"named 'module\.part0\.t_user' in the checkpoint") as refused:
-        run(*arguments)
+        ask(*arguments)
     assert r"--rename 'module\.(.+)=\1'" in str(refused.value)
     arguments.append(r"--rename=module\.(.+)=\1")
     with pytest.raises(SchemaMismatchError) as differs:
-        run(*arguments)
+        ask(*arguments)
     assert not log.exists()
     said = str(differs.value)
     for name in ("part0.t_city", "part0.t_item", "80 rows here, 57", "32 columns here, 16", "heads.0_user.weight"):
         assert name in said
     (tmp_path / "changes.toml").write_text(said.split("or in a TOML file:\n")[1].split("\n# ")[0])
-    found = run(*arguments, f"--changes={tmp_path}/changes.toml")
+    found = ask(*arguments, f"--changes={tmp_path}/changes.toml")
     assert found["without_states"] == ["part0.t_item", "part0.t_user"]
     assert any("t_city: added" in line for line in found["becomes"])
     changes = Changes.load(tmp_path / "changes.toml")
@@ -202,7 +192,7 @@ def test_states_that_are_there_go_on_in_a_changed_model(saved: tuple[Path, State
     changes = Changes.load(tmp_path / "changes.toml")
     pool.run(2, write_schema, str(tmp_path), model, PLAN)
     more = (f"--schema={tmp_path}/model.json", f"--changes={tmp_path}/changes.toml")
-    run("import", f"--from=torch://{folder}/ranks", f"--to=file://{tmp_path}/log", *KEYS, *more)
+    ask("import", f"--from=torch://{folder}/ranks", f"--to=file://{tmp_path}/log", *KEYS, *more)
     origins = {each.name: Origin(each.name, old, None) for each, old in ((user, USER), (ITEM, ITEM), (wide, WIDE))}
     step = Step(model, (1, 1, 2, 1), origins, changes, MODEL)
     for before, after, *_ in pool.run(2, restored, model, PLAN, config(tmp_path / "log"), None, changes, ()):
@@ -216,13 +206,13 @@ def test_a_file_of_a_rank_that_is_missing_or_of_another_job_is_named(
     folder, _ = saved
     to = f"--to=file://{tmp_path}/log"
     with pytest.raises(CorruptionError, match=r"t_\w+\.weight is incomplete: 1 of its \d shards .*which rank 1 had"):
-        run("import", f"--from=torch://{folder}/ranks/rank0.pt", to, *KEYS)
+        ask("import", f"--from=torch://{folder}/ranks/rank0.pt", to, *KEYS)
     mixed = tmp_path / "mixed"
     mixed.mkdir()
     (mixed / "rank0.pt").symlink_to(folder / "ranks" / "rank0.pt")
     (mixed / "rank1.pt").symlink_to(whole[0] / "ranks" / "rank1.pt")
     with pytest.raises(ConfigError, match="sharded differently"):
-        run("import", f"--from=torch://{mixed}", to, *KEYS)
+        ask("import", f"--from=torch://{mixed}", to, *KEYS)
     with pytest.raises(UnsupportedError, match=r"momentum1 has size \(82,\), but the table has \(41, 32\)"):
-        run("import", f"--from=torch://{folder}/model.pt", to, *KEYS)
+        ask("import", f"--from=torch://{folder}/model.pt", to, *KEYS)
     assert not (tmp_path / "log").exists()

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.forks import ROOT, Torchrun
-from tests.parts import app
+from tests.command import call
+from tests.forks import ROOT, Torchrun, load_script
 from torchrec_stream_ckpt.errors import StreamCkptError
 
 pytestmark = [pytest.mark.distributed, pytest.mark.kafka]
@@ -28,21 +25,12 @@ ROWS = re.findall(r"^\| \*(.+?)\*[^|]* \| \[(.+?)\]\(#(\S+)\) \| (.+) \|$", PAGE
 """Words of the message, incident, its anchor, what ends it."""
 
 
-def load() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("incidents", ROOT / "scripts" / "incidents.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["incidents"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-SCRIPT = load()
+SCRIPT = load_script("incidents")
 
 
 def tool(arguments: Sequence[str]) -> Any:
     """The command line in this process, with errors as a shell shows them."""
-    done = CliRunner().invoke(app, list(arguments), env={"COLUMNS": "200"})
+    done = call(*arguments, columns=200)
     output = done.stdout if "--json" in arguments else done.output
     if isinstance(done.exception, StreamCkptError):
         output += f"Error: {done.exception.headline}\nTry: {done.exception.hint}\n"

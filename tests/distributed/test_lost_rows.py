@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests import ranks
+from tests.command import ask, call
 from tests.forged import Frames, forge, on_rank_0
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, trainer
-from tests.parts import FileLog, Materializer, Policy, app, verify_marker
+from tests.parts import FileLog, Materializer, Policy, verify_marker
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture.touched import TouchedRows
@@ -168,14 +168,14 @@ def _assert_found(whole: Path, tmp_path: Path, operate: Callable[[Frames], Frame
     forge(whole, tmp_path / "log", on_rank_0(operate))
     assert _verify(tmp_path / "log")
     uri = f"file://{tmp_path}/log"
-    refused = _cli("verify", uri, "--json", "--verdict")
+    refused = call("verify", uri, "--json", "--verdict")
     assert refused.exit_code == 1
     (record,) = json.loads(refused.stdout)
     assert 0.5 < record["proved"] < 1, record["proved"]
     assert record["unproved"]
     job = Control(FileLog(tmp_path / "log")).refresh().job
     assert len(list(new_verdicts(open_store(str(tmp_path / "log")), job, 1, ()))) == 1
-    accepted = _cli("verify", uri, "--accept-unproved")
+    accepted = call("verify", uri, "--accept-unproved")
     assert accepted.exit_code == 0
     assert record["unproved"][0] in accepted.stdout
     _assert_all_say_so(tmp_path / "log")
@@ -193,7 +193,7 @@ def _assert_all_say_so(folder: Path) -> None:
         blocks = verified.unproved.blocks if verified.unproved is not None else ()
         alone[str(marker)] = (round(verified.proved, 9), [str(block) for block in blocks])
     uri = f"file://{folder}"
-    done = _cli("verify", uri, "--all", "--json")
+    done = call("verify", uri, "--all", "--json")
     records = {each["marker"]: each for each in json.loads(done.stdout)}
     assert list(records) == MARKERS[::-1]
     assert {key: (round(each["proved"], 9), each["unproved"]) for key, each in records.items()} == alone
@@ -204,11 +204,7 @@ def _assert_all_say_so(folder: Path) -> None:
         assert [f"{each['table']} {each['state']}" for each in records[marker]["damage"]] == [
             " ".join(block.split()[:2]) for block in alone[marker][1]
         ]
-    assert _cli("verify", uri, "--all", "--accept-unproved").exit_code == 0
-
-
-def _cli(*arguments: str) -> Any:
-    return CliRunner().invoke(app, list(arguments))
+    assert call("verify", uri, "--all", "--accept-unproved").exit_code == 0
 
 
 def _verify(folder: Path) -> list[str]:
@@ -254,7 +250,7 @@ def test_a_replicated_table_that_is_not_as_it_was_proved_is_found(tmp_path: Path
 def test_a_reader_without_a_model_compares_replicated_tables(whole: Path, tmp_path: Path) -> None:
     forge(whole, tmp_path / "log", on_rank_0(_change_a_replicated_proof))
     uri = f"file://{tmp_path}/log"
-    told = _cli("verify", uri, "--all")
+    told = call("verify", uri, "--all")
     assert told.exit_code == 1
     assert re.search(r"t_dp\.weight\S* replicated rows \[0, 20\) \(proved by 1:", told.stdout)
     assert told.stdout.count("differs from its proof") == 1  # its rows travel whole with the next marker
@@ -421,7 +417,7 @@ def test_a_row_that_the_materializer_has_lost_is_sent_again_while_nobody_restore
     assert found[0]
     assert "weights rows [" in found[0][0]
     assert found[-1] == []
-    assert _cli("verify", f"file://{tmp_path}").exit_code == 0
-    listed = json.loads(_cli("list", f"file://{tmp_path}", "--json").stdout)
+    assert call("verify", f"file://{tmp_path}").exit_code == 0
+    listed = ask("list", f"file://{tmp_path}")
     assert [bool(each["compared"]["differing"]) for each in listed["markers"]][:1] == [True]
     assert listed["compared"]["differing"] == 0

@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from typer.testing import CliRunner
 
 from tests import ranks
+from tests.command import call, run
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
-from tests.parts import app
 
 pytestmark = [
     pytest.mark.distributed,
@@ -46,19 +45,17 @@ class Loader:
         self.position = state["position"]
 
 
-def run(command: str, folder: str) -> None:
+def _command(command: str, folder: str) -> None:
     """(rank 0) One of the page's command lines."""
     if dist.get_rank() == 0:
-        arguments = shlex.split(command.replace("FOLDER", folder))
-        done = CliRunner().invoke(app, arguments)
-        assert done.exit_code == 0, (done.output, done.exception)
+        run(*shlex.split(command.replace("FOLDER", folder)))
     dist.barrier()
 
 
 def _paste(command: str, folder: str) -> None:
     """(rank 0) The refusal of a command, and the file that it says to write."""
     if dist.get_rank() == 0:
-        done = CliRunner().invoke(app, shlex.split(command.replace("FOLDER", folder)))
+        done = call(*shlex.split(command.replace("FOLDER", folder)))
         said = str(done.exception)
         assert "t_user': trained by exact_rowwise_adagrad here, none in the marker" in said
         assert not (Path(folder) / "weights" / "data").exists()
@@ -92,12 +89,12 @@ def follow(folder: str) -> list[str]:
 
     do("dcp")
     saved = truth(job)
-    run(of_dcp, folder)
+    _command(of_dcp, folder)
     _spoil(job)
     do("import")
     compare("import")
     do("save")
-    run(of_torch, folder)
+    _command(of_torch, folder)
     _spoil(job)
     do("load")
     compare("torch.save")
@@ -105,7 +102,7 @@ def follow(folder: str) -> list[str]:
     fresh = truth(job)
     do("schema")
     _paste(refused, folder)
-    run(declared, folder)
+    _command(declared, folder)
     do("evolve")
     weights = {name: value for name, value in saved.items() if name.startswith("model.")}
     found.extend(f"weights: {each}" for each in differences(fresh | weights, truth(job), rng=False))
@@ -114,7 +111,7 @@ def follow(folder: str) -> list[str]:
     _spoil(job)
     do("restore")
     compare("torchsnapshot")
-    run(export, folder)
+    _command(export, folder)
     _spoil(job, dense=False)
     do("back")
     compare("export")

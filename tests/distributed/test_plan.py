@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import threading
 from collections.abc import Callable
@@ -13,13 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests import ranks, warm
+from tests.command import ask
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, trainer
-from tests.parts import app
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, OWN_SYNCS, SYNCS
 
@@ -53,27 +51,21 @@ def train(uri: str, drain_every: int) -> None:
     checkpointer.close()
 
 
-def run(*arguments: str) -> Any:
-    done = CliRunner().invoke(app, [*arguments, "--json"])
-    assert done.exit_code == 0, (done.output, done.exception)
-    return json.loads(done.stdout)
-
-
 @pytest.mark.parametrize(("world", "drain_every"), [(1, 1), (2, 4)])
 def test_a_job_sends_what_was_planned(world: int, drain_every: int, tmp_path: Path) -> None:
     uri = f"file://{tmp_path}/log"
     warm.run(world, train, uri, drain_every)
-    first, last = run("list", uri)["markers"]
+    first, last = ask("list", uri)["markers"]
     assert (first["step"], last["step"]) == (STEPS, 2 * STEPS)
     sent, rows = last["bytes"] - first["bytes"], last["rows"] - first["rows"]
-    planned = run(
+    planned = ask(
         *("plan", "--tables", "8", "--rows", "5000", "--dim", "32", "--batch-size", "128", "--ids", "4"),
         *("--steps-per-second", "1", "--drain-every", str(drain_every), "--ranks", str(world), "--log", "file"),
     )
     assert planned["stream_bytes_per_s"] * STEPS == pytest.approx(sent, rel=0.1)
     assert planned["rows_per_s"] * STEPS == pytest.approx(rows, rel=0.1)
 
-    seen = run("plan", uri, "--drain-every", str(drain_every))
+    seen = ask("plan", uri, "--drain-every", str(drain_every))
     apart_s = last["time_s"] - first["time_s"]
     assert seen["rows_per_s"] == pytest.approx(rows / apart_s)
     assert seen["stream_bytes_per_s"] == pytest.approx(sent / apart_s, rel=0.1)

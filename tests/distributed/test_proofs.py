@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests import zoo
+from tests.command import run
 from tests.laps import config
-from tests.parts import app, fused_kernels
+from tests.parts import fused_kernels
 from tests.plain_proof import Said, Shards, in_window, plain_digest, plain_digests, said_in, shards_of
 from tests.pool import Pool
 from tests.zoo import MARK
@@ -221,8 +221,7 @@ def test_windows_go_on_over_restarts_on_other_ranks_from_log_and_store(pool: Poo
     (uri,), described = where.uris, model("rowwise_adagrad")
     pool.run(2, go_on, described, where, ("train", MARK, "train", MARK))
     pool.run(3, go_on, described, where, ("train", MARK, "train", MARK))
-    done = CliRunner().invoke(app, ["materialize", uri, "--once"])
-    assert done.exit_code == 0, done.output
+    run("materialize", uri, "--once")
     pool.run(2, go_on, described, where, ("train", MARK))
     path, found = ["1:1", "1:2", "2:3", "2:4", "3:5"], {str(marker): each for marker, each in windows(uri).items()}
     assert list(found) == path

@@ -14,11 +14,11 @@ from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.sharding_plan import data_parallel, get_default_sharders, table_wise
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.optimizers import Adagrad
-from typer.testing import CliRunner
 
 from tests import launched, warm
+from tests.command import run
 from tests.forks import ROOT, Torchrun, run_script
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import GlobalSampler, StreamCheckpointer, StreamConfig, TrackedLoader
 from torchrec_stream_ckpt.errors import ConfigError, UnsupportedError
@@ -82,8 +82,7 @@ def test_a_fenced_job_says_so_without_a_traceback(tmp_path: Path) -> None:
             said += line
             if "marker 1:1 committed" in line:
                 break
-        done = CliRunner().invoke(app, ["fence", uri, "--yes"])
-        assert done.exit_code == 0, done.output
+        run("fence", uri, "--yes")
         code, rest = job.end(120)
     finally:
         job.kill()

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests import collided, hashed, ranks, stores, warm
 from tests.collided import (
@@ -33,12 +32,13 @@ from tests.collided import (
     tables_of,
     until_killed,
 )
+from tests.command import call, run
 from tests.hash_zch import _hashed as homes_of
 from tests.hash_zch import trainable
 from tests.hashed import HashJob
 from tests.model import differences
 from tests.packed import gathered
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from tests.ranks import RankFailed
 from torchrec_stream_ckpt import Changes, FollowedTables, RowChange, StreamCheckpointer, StreamConfig, follow
 from torchrec_stream_ckpt.errors import StreamCkptError
@@ -349,7 +349,7 @@ def test_raw_ids_go_where_the_new_ranks_look_them_up_with_all_that_belongs_to_th
         with tables_of(*rows_of(link.build)):
             dropped += check_sorted(link.old, link.new, policy, link.world)
     assert (dropped > 0) == (policy != "lru"), dropped
-    assert CliRunner().invoke(app, ["verify", uri]).exit_code == 0
+    run("verify", uri)
     for name, rows in rows_in_files(uri, NAMES, tmp_path).items():
         whole = {raw_id: np.array(row, np.float32).tobytes() for raw_id, row in rows.items()}
         assert whole == {raw_id: values[0] for raw_id, values in link.new.last.owned[NAMES[name]].items()}
@@ -377,7 +377,7 @@ def test_where_shards_are_unions_all_stays_exact(tmp_path: Path) -> None:
     claim = Control(FileLog(tmp_path)).refresh().claims[2]
     assert claim.changes is not None
     assert claim.swept == ()
-    tree = CliRunner().invoke(app, ["list", uri, "--tree"]).output
+    tree = call("list", uri, "--tree").output
     assert "the model did not change" in tree
     assert "the model changed" not in tree
 

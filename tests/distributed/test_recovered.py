@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
+import torch.distributed as dist
 
 from tests import jobs, ranks, stores, warm
+from tests.command import ask, run
+from tests.jobs import Truths, attach, settle
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import app
+from tests.parts import FileLog
 from torchrec_stream_ckpt import StreamConfig
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR
+from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed
 
@@ -28,8 +32,7 @@ def test_a_job_restores_and_goes_on_after_its_log_was_lost(tmp_path: Path) -> No
     stores.lose_log(directory)
     with pytest.raises(ranks.RankFailed, match="stream-ckpt recover"):
         warm.run(2, jobs.train_with, PLAN_2, settings, 1, {})
-    done = CliRunner().invoke(app, ["recover", str(settings.uri), "--store", str(directory), "--json"])
-    assert json.loads(done.stdout)["offered"] == ["1:1", "1:2", "1:3"]
+    assert ask("recover", settings.uri, "--store", directory)["offered"] == ["1:1", "1:2", "1:3"]
     # Its rows come from the store; what it commits stands on them, in the new log.
     restored = warm.run(3, jobs.restore_with, PLAN_3, settings, None, 4, {})
     for rank, (state, step, _, _) in enumerate(restored):
@@ -68,15 +71,53 @@ def test_a_job_commits_on_after_the_record_of_a_trim_was_lost_with_its_control_l
     settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=2)
     (trained, *_) = warm.run(2, _train, PLAN_2, settings)
     stores.fold(tmp_path)
-    cli("trim", str(settings.uri), "--store", str(tmp_path))
+    run("trim", str(settings.uri), "--store", str(tmp_path))
     (tmp_path / CONTROL_FILE).unlink()
     shutil.rmtree(tmp_path / RECORDS_DIR)
-    cli("recover", str(settings.uri), "--store", str(tmp_path))
+    run("recover", str(settings.uri), "--store", str(tmp_path))
     for rank, (state, committed) in enumerate(warm.run(2, _go_on, PLAN_2, settings)):
         assert differences(trained, state, rng=rank == 0) == []
         assert committed == "3:4"
 
 
-def cli(*arguments: str) -> None:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+# A segment is cut under a live job: what stood on it is not committed, and the job goes on in another generation.
+
+
+def cut_segment(root: Path) -> None:
+    """What rank 1 has sent since the job's second marker is gone."""
+    (segment,) = (root / "data" / "p00001").glob("*.seg")
+    os.truncate(segment, Control(FileLog(root)).refresh().find(MarkerId(1, 2)).ranks[1].end + 100)
+
+
+def train_through_a_cut(spec: Spec, settings: StreamConfig, root: Path, steps: int) -> tuple[list[int], Truths]:
+    """The generation after each step, and the truth there; rank 1's segment is cut after half of the steps."""
+    job, truths = trainer(spec), Truths()
+    checkpointer = attach(job, settings)
+    assert checkpointer.restore() is None
+    generations = []
+    for step in range(steps):
+        job.step()
+        checkpointer.step()
+        settle(checkpointer)
+        truths[job.step_number] = truth(job)
+        generations.append(checkpointer.generation or 0)
+        if step == steps // 2 and dist.get_rank() == 1:
+            cut_segment(root)
+    checkpointer.close()
+    return generations, truths
+
+
+def test_the_cadence_goes_on_in_another_generation_with_every_row(tmp_path: Path) -> None:
+    settings = StreamConfig(uri=f"file://{tmp_path}", marker_every=2, drain_every=1)
+    results = ranks.run(2, train_through_a_cut, PLAN_2, settings, tmp_path, 24)
+    generations, truths = results[0]
+    assert generations == results[1][0]
+    assert (generations[12], generations[-1]) == (1, 2)
+    lineage = Control(FileLog(tmp_path)).refresh()
+    assert lineage.newest is not None
+    assert lineage.newest.generation == 2
+    assert lineage.claims[2].parent == MarkerId(1, 2)
+    assert lineage.claims[2].swept == tuple(range(len(lineage.claims[2].schema.tables)))
+    for marker in (lineage.newest.id, MarkerId(1, 2)):
+        state, step, _ = warm.run(2, jobs.restore_once, PLAN_2, settings, str(marker), {})[0]
+        assert differences(truths[step], state) == []

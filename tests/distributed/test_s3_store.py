@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests import jobs, ranks
+from tests.command import ask
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
-from tests.parts import app, open_log
+from tests.parts import open_log
 from tests.s3.server import SECRET, S3Server
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError
@@ -46,12 +45,6 @@ def dense_objects(settings: StreamConfig, marker: str) -> set[str]:
     return found
 
 
-def command(*arguments: str) -> Any:
-    done = CliRunner().invoke(app, [*arguments, "--json"])
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
-
-
 def test_dense_state_goes_to_s3_and_comes_back_bit_for_bit(settings: StreamConfig, tmp_path: Path) -> None:
     truths = ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, {})[0][1]
     assert not (tmp_path / "log/dense").exists()
@@ -59,11 +52,11 @@ def test_dense_state_goes_to_s3_and_comes_back_bit_for_bit(settings: StreamConfi
     assert isinstance(settings.store_options, dict)
     options.write_text("".join(f"{name}={value}\n" for name, value in settings.store_options.items()))
     given = ("--store-options", str(options))
-    listed = command("list", settings.uri, *given)["markers"]
+    listed = ask("list", settings.uri, *given)["markers"]
     assert [(row["step"], row["restorable"]) for row in listed] == [(3, True), (STEPS, True)]
-    verified = command("verify", settings.uri, "--all", *given)
+    verified = ask("verify", settings.uri, "--all", *given)
     assert all(row["dense_files"] == len(dense_objects(settings, row["marker"][2:])) >= 3 for row in verified)
-    assert command("show", settings.uri, *given)["dense"].startswith(f"{settings.store_url}/dense/")
+    assert ask("show", settings.uri, *given)["dense"].startswith(f"{settings.store_url}/dense/")
 
     for marker, step in ((None, STEPS), ("1:1", 3)):
         restored = ranks.run(3, jobs.restore_with, PLAN_3, settings, marker, 2, {})
@@ -75,7 +68,7 @@ def test_dense_state_goes_to_s3_and_comes_back_bit_for_bit(settings: StreamConfi
     store = open_store(settings.store_url, settings.store_options)
     lost = next(entry.name for entry in store.list("dense/") if entry.name.endswith("m00000001/.metadata"))
     store.delete(lost)
-    reasons = {row["marker"]: row["reason"] for row in command("list", settings.uri, *given)["markers"]}
+    reasons = {row["marker"]: row["reason"] for row in ask("list", settings.uri, *given)["markers"]}
     assert "dense state is missing" in reasons["1:1"]
     assert reasons["1:2"] == ""
     store.close()

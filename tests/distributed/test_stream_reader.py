@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests import dcp_readers, jobs, stores, tiered, warm, zoo
+from tests.command import run
 from tests.dcp_readers import How
 from tests.laps import FAMILIES, MODULES, config, plan
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from tests.pool import Pool
 from tests.sampled import marks_of
 from tests.zoo import MARK
@@ -33,8 +33,7 @@ PLANS: dict[int, Spec] = {1: PLAN_1, 2: PLAN_2_OTHER, 3: PLAN_3}
 
 
 def export(uri: str, target: Path, *options: str) -> str:
-    done = CliRunner().invoke(app, ["export", uri, "--to", f"dcp://{target}", *options])
-    assert done.exit_code == 0, done.output
+    run("export", uri, "--to", f"dcp://{target}", *options)
     return str(target)
 
 

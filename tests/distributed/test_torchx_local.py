@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.command import ask
 from tests.golden.make_torchx import SERVICE, TRAIN
 from tests.launched import Launched, signal_to
-from tests.parts import app, open_log
+from tests.parts import open_log
 from tests.s3.faults import FaultyProxy
 from tests.s3.server import S3Server
 from tests.s3.sts import TokenService
@@ -46,8 +45,7 @@ def launch_service(folder: Path) -> Launched:
 
 def markers(folder: Path) -> list[dict[str, Any]]:
     """What ``stream-ckpt list --json`` tells of the markers, oldest first."""
-    done = CliRunner().invoke(app, ["list", f"file://{folder / 'ckpt'}", "--json"], catch_exceptions=False)
-    found: list[dict[str, Any]] = json.loads(done.stdout)["markers"]
+    found: list[dict[str, Any]] = ask("list", f"file://{folder / 'ckpt'}")["markers"]
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections.abc import Sequence
@@ -10,10 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.forks import ROOT, Torchrun
-from tests.parts import app
+from tests.command import run
+from tests.forks import Torchrun, load_script
 
 pytestmark = pytest.mark.distributed
 
@@ -23,18 +21,11 @@ SMALLER = ("--num_embeddings", "300", "--batch_size", "16", "--limit_train_batch
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("tour", ROOT / "scripts" / "tour.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = sys.modules["tour"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tour")
 
 
 def tool(arguments: Sequence[str]) -> str:
-    done = CliRunner().invoke(app, list(arguments))
-    assert done.exit_code == 0, (arguments, done.output)
-    return done.stdout if "--json" in arguments else done.output
+    return run(*arguments)
 
 
 def test_each_step_runs_the_command_that_it_shows(

@@ -7,18 +7,17 @@ and is never made anew.
 
 from __future__ import annotations
 
-import json
 import shutil
 import tarfile
 from pathlib import Path
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests import jobs, stores, warm
+from tests.command import ask
 from tests.model import PLAN_1, PLAN_2, PLAN_3, differences
-from tests.parts import FileLog, Policy, app
+from tests.parts import FileLog, Policy
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -49,7 +48,7 @@ def test_its_markers_come_back_and_the_job_goes_on_in_version_4(old: Path) -> No
     claims = Control(FileLog(old / "log")).refresh().claims
     assert [claim.version for claim in claims.values()] == [1, 4]
     assert [{table.id is None for table in claim.schema.tables} for claim in claims.values()] == [{True}, {False}]
-    told = json.loads(CliRunner().invoke(app, ["verify", settings.uris[0], "--all", "--json"]).stdout)
+    told = ask("verify", settings.uris[0], "--all", status=None)
     shares = {each["marker"]: each["proved"] for each in told if each["verdict"] == "whole"}
     assert shares == {"1:1": 0, "1:2": 0, "1:3": 0, "2:3": 1}  # markers of version 1 prove nothing
     for rank, (state, step, _, _) in enumerate(warm.run(1, jobs.restore_with, PLAN_1, settings, None, 0, {})):

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests import ranks, stores, tiered, warm, zoo
+from tests.command import call
 from tests.distributed.test_changed_model_faults import (
     ALONE,
     CHANGES,
@@ -27,7 +27,7 @@ from tests.distributed.test_changed_model_faults import (
 from tests.evolving import Origin, State, Step, expected
 from tests.laps import config
 from tests.model import differences
-from tests.parts import FileLog, app, fence_of
+from tests.parts import FileLog, fence_of
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Place, Plan
@@ -116,7 +116,7 @@ def test_a_changed_model_begins_in_another_job_and_goes_on_from_its_own_markers(
     assert differences(said[0][2]["1:2"], again[0][1]) == []
     assert (str(again[0][3].id), again[0][3].origin, again[0][3].evolved) == ("1:2", None, None)
     uri = f"file://{tmp_path}/log"
-    shown, listed = (CliRunner().invoke(app, [*words, uri]) for words in (["show"], ["list", "--tree"]))
+    shown, listed = (call(*words, uri) for words in (["show"], ["list", "--tree"]))
     assert f"generation 1 began in marker 1:2 of job {theirs}, by declared changes" in shown.output, shown.output
     assert f"started from marker 1:2 of job {theirs}" in "".join(listed.output.split("\n")), listed.output
 
@@ -172,8 +172,8 @@ def test_without_the_warm_start_that_was_broken_off_nothing_begins_from_nothing(
     log = Control(FileLog(tmp_path / "log"))
     log.claim(fence_of(log.refresh(), settings.uris[0]))
     before, theirs = tree(tmp_path / "log"), Control(FileLog(trained[0])).refresh().job.hex()
-    for call, changes in (("restore", None), ("restore", CHANGES), ("none", None)):
-        for said in warm.run(2, plain, settings, TWO, changes, call):
+    for verb, changes in (("restore", None), ("restore", CHANGES), ("none", None)):
+        for said in warm.run(2, plain, settings, TWO, changes, verb):
             assert f"MarkerNotFoundError: a warm start from marker 1:2 of job {theirs} has begun in this log" in said
             assert f"uri=file://{tmp_path}/log, generation=1]" in said
             assert "Try: pass the same warm_start(...) again" in said

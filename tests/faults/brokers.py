@@ -63,7 +63,7 @@ class Victim:
 
     def close(self) -> None:
         if self.proxy is not None:
-            self.proxy.close()
+            self.proxy.kill()
         self.broker.close()
 
 

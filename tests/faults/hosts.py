@@ -129,10 +129,6 @@ class Network:
         """Undo a cut."""
         self._change("del", one, others or self._all_but(one))
 
-    def heal_all(self) -> None:
-        for one, other in sorted(self._cut):
-            self.heal(one, other)
-
     def close(self) -> None:
         """Take all hosts away; what still runs there is left without a link."""
         for host in self._hosts:

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import re
 import socket
 import struct
 import subprocess
-import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchrec_stream_ckpt.extras.broker import tether
+from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.extras.broker.process import birth_of
 from torchrec_stream_ckpt.script import free_port
 
 ROOT = Path(__file__).parents[2]
@@ -38,7 +34,7 @@ def build() -> str:
     return done.stdout.strip()
 
 
-class Proxy:
+class Proxy(Server):
     """A listening port that forwards to another one. Ends with this process.
 
     Args:
@@ -50,18 +46,9 @@ class Proxy:
     def __init__(self, listen: int, upstream: int, output: Path) -> None:
         self.port = listen
         program, self._api = build(), free_port()
-        # Under a tether: it must not outlive a test run that is killed.
-        tied = [sys.executable, "-I", tether.__file__, str(os.getpid()), str(birth_of(os.getpid()))]
-        command = [*tied, program, "-host", HOST, "-port", str(self._api), "-proxy-metrics"]
-        with open(output, "ab") as file:
-            self._process = subprocess.Popen(command, stdout=file, stderr=file)
-        deadline = time.monotonic() + 20
-        while True:
-            with contextlib.suppress(OSError):
-                self._call("GET", "/version")
-                break
-            assert time.monotonic() < deadline, "toxiproxy does not answer"
-            time.sleep(0.05)
+        super().__init__(output)
+        self.endpoint = f"http://{HOST}:{self._api}/version"
+        self.launch([program, "-host", HOST, "-port", str(self._api), "-proxy-metrics"], 20)
         body = {"name": "broker", "listen": f"{HOST}:{listen}", "upstream": f"{HOST}:{upstream}"}
         self._call("POST", "/proxies", body)
 
@@ -90,10 +77,6 @@ class Proxy:
         text = self._raw("GET", "/metrics").decode()
         match = re.search(r'toxiproxy_proxy_received_bytes_total\{direction="upstream".*\} (\S+)', text)
         return int(float(match[1])) if match else 0
-
-    def close(self) -> None:
-        self._process.kill()
-        self._process.wait()
 
     def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
         self._raw(method, path, body)

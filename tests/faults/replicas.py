@@ -16,15 +16,14 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from typer.testing import CliRunner
 
 from tests import ranks
+from tests.command import run
 from tests.faults.board import Row
 from tests.faults.sites import LIFE_S, Site
 from tests.faults.subject import PATIENCE_S, Subject
 from tests.model import TABLES
 from torchrec_stream_ckpt import FollowedTables, MarkerId, StreamConfig, follow
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.errors import ReplicaNotReadyError
 from torchrec_stream_ckpt.extras.follower.core import FollowMode
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -216,8 +215,7 @@ class Replicas:
     def end(self) -> None:
         """The trainer is gone for good: all serve the newest marker, and whatever they served was trained."""
         settings = self.subject.settings
-        done = CliRunner().invoke(app, ["fence", str(settings.uri), "--store", str(settings.store), "--yes"])
-        assert done.exit_code == 0, done.output
+        run("fence", str(settings.uri), "--store", str(settings.store), "--yes")
         lineage = self.subject.lineage()
         assert lineage.newest is not None
         newest = f"{lineage.newest.id} exact"

@@ -257,14 +257,20 @@ def test_where_segments_are_cut_is_documented() -> None:
     assert limits["chunk"] == f"{segment.MAX_CHUNK_BYTES:,} bytes"
 
 
-def test_worked_segment_is_the_golden_one() -> None:
-    (example,) = re.findall(r"^```\n(.*?)\n```$", section("A worked segment"), re.M | re.S)
-    assert example == make_store.worked_example()
+def worked(title: str) -> tuple[str, bytes]:
+    """An example of the page, and the bytes that it shows."""
+    (example,) = re.findall(r"^```\n(.*?)\n```$", section(title), re.M | re.S)
     data = b""
     for line in example.splitlines():
         assert int(line[:6], 16) == len(data)
         shown = line[8:55].strip()
         data += bytes(int(shown[5:])) if shown.startswith("00 x ") else bytes.fromhex(shown)
+    return example, data
+
+
+def test_worked_segment_is_the_golden_one() -> None:
+    example, data = worked("A worked segment")
+    assert example == make_store.worked_example()
     golden = make.undump((make.HERE / "segment.hex").read_text())
     assert golden.startswith(data)
     assert f"begin at byte {segment.parse_front(golden, 'golden').front_bytes}." in section("A worked segment")
@@ -285,11 +291,6 @@ def test_limits_are_those_of_the_code() -> None:
 
 
 def test_worked_example_is_the_golden_frame() -> None:
-    (example,) = re.findall(r"^```\n(.*?)\n```$", section("A worked example"), re.M | re.S)
+    example, data = worked("A worked example")
     assert example == make.worked_example()
-    data = b""
-    for line in example.splitlines():
-        assert int(line[:6], 16) == len(data)
-        shown = line[8:55].strip()
-        data += bytes(int(shown[5:])) if shown.startswith("00 x ") else bytes.fromhex(shown)
     assert data == make.undump((make.HERE / "rows.hex").read_text())

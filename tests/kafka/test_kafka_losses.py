@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from typer.testing import CliRunner
 
 from tests import jobs, ranks
 from tests.builders import OTHER_JOB, Stream, claim, commit, write
+from tests.command import ask, call
 from tests.jobs import Truths, attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
 from tests.own_broker import OwnBroker
-from tests.parts import app, open_log
+from tests.parts import open_log
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import StreamLostError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, seal
@@ -118,7 +118,7 @@ def test_a_lost_tail_fails_the_marker_and_the_same_job_goes_on_in_a_new_generati
 def verified(settings: StreamConfig, marker: MarkerId) -> bool:
     """Whether every byte of a marker is there."""
     arguments = ["verify", str(settings.uri), "--marker", str(marker), "--store", str(settings.store), "--json"]
-    return CliRunner().invoke(app, arguments).exit_code == 0
+    return call(*arguments).exit_code == 0
 
 
 def check_restored(settings: StreamConfig, marker: MarkerId, truths: Truths) -> None:
@@ -195,12 +195,12 @@ def live_among_strays(spec: Spec, settings: StreamConfig) -> tuple[list[str], Tr
     run.train(1)
     run.drain(1)
     if dist.get_rank() == 0:
-        found = json.loads(CliRunner().invoke(app, ["doctor", uri, "--json"]).stdout)
+        found = ask("doctor", uri, status=None)
         (told,) = (each for each in found if each["check"] == "strays")
         assert told["verdict"] == "warning"
         assert told["found"].endswith("5 in partition 0, 5 in partition 1")
         store = ["--store", str(settings.store)]
-        seen = json.loads(CliRunner().invoke(app, ["watch", uri, *store, "--once", "--json"]).stdout)
+        seen = ask("watch", uri, *store, "--once", status=None)
         (alert,) = (each for each in seen["alerts"] if each["kind"] == "strays")
         assert alert["text"].endswith("5 in partition 0, 5 in partition 1")
         produce(uri, 1, next_frame(uri, 1))
@@ -218,7 +218,7 @@ def test_strays_are_passed_over_and_a_forged_frame_is_refused_before_its_marker_
     settings = settings_of(uri, tmp_path / "store")
     said, truths = ranks.run(2, live_among_strays, PLAN_2, settings, timeout_s=240)[0]
     assert said == ["1:1", "1:2", "1:3", "StreamLostError", "2:5", "2:6"]
-    done = CliRunner().invoke(app, ["doctor", uri, "--store", str(tmp_path / "store"), "--json"])
+    done = call("doctor", uri, "--store", str(tmp_path / "store"), "--json")
     assert done.stdout, f"{done.stderr}\n{done.exception!r}"
     found = json.loads(done.stdout)
     assert next(each["verdict"] for each in found if each["check"] == "strays") == "ok"  # they are in generation 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
 from pathlib import Path
@@ -10,13 +9,13 @@ from typing import Any
 
 import pytest
 from confluent_kafka.admin import AdminClient
-from typer.testing import CliRunner
 
 from tests import ranks, stores
+from tests.command import ask, call, run
 from tests.jobs import attach, restore_once, train_with
 from tests.model import PLAN_2, Spec, differences, trainer
 from tests.own_broker import OwnBroker
-from tests.parts import app, open_log
+from tests.parts import open_log
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
 from torchrec_stream_ckpt import StreamConfig
@@ -53,8 +52,7 @@ def test_a_control_topic_that_is_gone_is_refused_on_every_rank_and_put_back(boot
     for said in ranks.run(2, restore_anything, PLAN_2, settings):
         assert f"topic '{parsed.data_topic}' holds rows, but topic '{parsed.control_topic}'" in said
         assert f"stream-ckpt recover {uri} --store file://{store}" in said
-    arguments = ["recover", uri, "--store", store, "--json"]
-    found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    found = ask("recover", uri, "--store", store)
     assert (found["offered"], found["next_generation"]) == (["1:1", "1:2"], 3)
     state, step, _ = ranks.run(2, restore_once, PLAN_2, settings, None, {})[0]
     assert step == 6
@@ -68,7 +66,7 @@ def test_a_control_topic_that_lost_its_end_is_refused_on_every_rank_and_put_back
     uri, store = victim.uri, str(tmp_path / "store")
     settings = StreamConfig(uri=uri, store=store, marker_every=2)
     truths = ranks.run(2, train_with, PLAN_2, settings, 8, {})[0][1]
-    CliRunner().invoke(app, ["materialize", uri, "--store", store, "--once"], catch_exceptions=False)
+    run("materialize", uri, "--store", store, "--once")
     log = open_log(uri)
     before, markers = list(log.read_control()), [str(each) for each in Control(log).refresh().commits]
     log.close()
@@ -81,19 +79,18 @@ def test_a_control_topic_that_lost_its_end_is_refused_on_every_rank_and_put_back
     for said in ranks.run(2, restore_anything, PLAN_2, settings):
         assert "the end of the log's control partition was lost" in said
         assert f"stream-ckpt recover {uri} --store file://{store}" in said
-    listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
+    listed = call("list", uri, "--store", store)
     assert "newer records" in listed.stderr
     (tmp_path / "store" / "records").rename(tmp_path / "records")  # no second copy: the trainer had another store
-    listed = CliRunner().invoke(app, ["list", uri, "--store", store], catch_exceptions=False)
+    listed = call("list", uri, "--store", store)
     lost = f"the store holds marker {markers[-1]}, which is not in the log: the end of the log's control partition"
     assert lost in listed.stderr
-    verified = CliRunner().invoke(app, ["verify", uri, "--store", store])
+    verified = call("verify", uri, "--store", store)
     assert verified.exit_code == 1
     assert lost in verified.stderr
     assert "is whole" in verified.stdout
     (tmp_path / "records").rename(tmp_path / "store" / "records")
-    arguments = ["recover", uri, "--store", store, "--json"]
-    found = json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)
+    found = ask("recover", uri, "--store", store)
     assert (found["offered"], found["next_generation"]) == (markers, 3)
     state, step, _ = ranks.run(2, restore_once, PLAN_2, settings, None, {})[0]
     assert step == 8
@@ -104,18 +101,17 @@ def test_the_markers_of_a_store_come_back_in_new_topics(bootstrap: str, tmp_path
     write_tables(tmp_path / "job", SCHEMA, values())
     stores.fold(tmp_path / "job")
     uri = f"kafka://{bootstrap}/recovered-{uuid.uuid4().hex[:8]}"
-    arguments = ["recover", uri, "--store", str(tmp_path / "job"), "--json"]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert json.loads(done.stdout)["offered"] == [str(FIRST)]
+    arguments = ["recover", uri, "--store", str(tmp_path / "job")]
+    assert ask(*arguments)["offered"] == [str(FIRST)]
     log = open_log(uri)
     lineage = Control(log).refresh()
     assert list(lineage.commits) == [FIRST]
     assert lineage.spans(1, lineage.find(FIRST).ranks) == []
-    assert json.loads(CliRunner().invoke(app, arguments, catch_exceptions=False).stdout)["appended"] == 0
+    assert ask(*arguments)["appended"] == 0
     target = f"parquet://{tmp_path}/out"
-    CliRunner().invoke(app, ["export", uri, "--store", str(tmp_path / "job"), "--to", target], catch_exceptions=False)
+    run("export", uri, "--store", str(tmp_path / "job"), "--to", target)
     assert len(list((tmp_path / "out").iterdir())) == len(SCHEMA.tables)
     log.append_control(lineage.claims[1].to_frame())
     log.close()
     with pytest.raises(ConfigError, match="the log must be empty"):
-        CliRunner().invoke(app, arguments, catch_exceptions=False)
+        ask(*arguments)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import uuid
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import tiered
-from tests.parts import app
+from tests.command import run
 from tests.tiered import TieredJob, lose, relay
-from tests.unit.test_tiers_joined import check, truth_of
+from tests.unit.test_tiers_and_gc import check, truth_of
 
 pytestmark = pytest.mark.kafka
-
-
-def command(*arguments: Any) -> str:
-    done = CliRunner().invoke(app, [*map(str, arguments)])
-    assert done.exit_code == 0, done.output + str(done.exception)
-    return str(done.output)
 
 
 def size(folder: Path) -> int:
@@ -38,8 +30,8 @@ def test_the_disk_of_a_new_node_is_freed_and_the_next_uncopied_marker_restores(b
     first.begin()
     first.markers(3)
     relay(first.tiers)
-    command("materialize", uri, "--store", store, "--once")
-    command("trim", uri, "--store", store)
+    run("materialize", uri, "--store", store, "--once")
+    run("trim", uri, "--store", store)
     lose(first.tiers)
 
     job = node(2)
@@ -48,10 +40,10 @@ def test_the_disk_of_a_new_node_is_freed_and_the_next_uncopied_marker_restores(b
     relay(job.tiers)
     job.markers(2)
     truth, before = truth_of(job), size(job.tiers.folder)
-    command("materialize", uri, "--store", store, "--once")
-    command("gc", uri, "--store", store, "--newest", "1", "--grace", "0s", "--compact")
-    command("trim", uri, "--store", store)
-    said = command("trim", f"file://{job.tiers.folder}", "--store", store)
+    run("materialize", uri, "--store", store, "--once")
+    run("gc", uri, "--store", store, "--newest", "1", "--grace", "0s", "--compact")
+    run("trim", uri, "--store", store)
+    said = run("trim", f"file://{job.tiers.folder}", "--store", store)
     assert f"which {store} holds" in said
     assert size(job.tiers.folder) < before / 2
     route = check(job, "2:9", truth)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.kafka.test_kafka_doctor import doctor
+from tests.kafka.test_kafka_jobs import doctor
 from tests.kafka.test_kafka_log import make_topic, write
 from tests.parts import open_log
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError

@@ -6,7 +6,7 @@ from dataclasses import fields
 
 import pytest
 
-from tests.model_check.bounds import FULL, SMALL, Bound, BucketBound, RecordBound, SnapshotBound, StreamBound
+from tests.model_check.bounds import FULL, SMALL, Bound, BucketBound, RecordBound, SnapshotBound
 from tests.model_check.bucket import BucketRules
 from tests.model_check.bucket_stream import StreamRules
 from tests.model_check.explore import explore
@@ -26,8 +26,6 @@ from tests.model_check.mutations import (
 from tests.model_check.records import RecordRules
 from tests.model_check.rules import Rules
 from tests.model_check.snapshots import SnapshotRules
-
-AnyBound = Bound | SnapshotBound | RecordBound | BucketBound | StreamBound
 
 
 @pytest.mark.parametrize("bound", SMALL, ids=str)

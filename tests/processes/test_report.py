@@ -9,12 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests.browser import Browser
 from tests.builders import claim, trim
+from tests.command import run
 from tests.jobs_on_paper import EVIL, LONG, PaperJob, tables
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.reporting.history import Heat, read_history
 from torchrec_stream_ckpt.extras.reporting.sections import MOST_BARS
@@ -44,10 +44,7 @@ def browser() -> Iterator[Browser]:
 
 def report(root: Path, *more: str) -> Path:
     page = root.parent / "report.html"
-    done = CliRunner().invoke(app, ["report", f"file://{root}", "--out", str(page), *more])
-    if done.exception is not None:
-        raise done.exception
-    assert done.exit_code == 0, done.output
+    run("report", f"file://{root}", "--out", str(page), *more)
     return page
 
 

@@ -4,19 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 from tests.s3.jars import S3PROXY
-from torchrec_stream_ckpt.extras.broker import tether
+from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.extras.broker.process import birth_of
 from torchrec_stream_ckpt.extras.broker.runtime import find_java
 from torchrec_stream_ckpt.script import free_port
 
@@ -32,10 +25,11 @@ jclouds.provider=filesystem-nio2
 """
 
 
-class S3Server:
+class S3Server(Server):
     """One server. It keeps its port and its objects over :meth:`start`: both are those of its folder."""
 
     def __init__(self, directory: Path) -> None:
+        super().__init__(directory / "s3proxy.log")
         self._directory, known = directory, directory / "port"
         self.port = int(known.read_text()) if known.exists() else free_port()
         self.objects = directory / "objects"
@@ -43,11 +37,7 @@ class S3Server:
         self.bucket = "tests"
         (self.objects / self.bucket).mkdir(parents=True, exist_ok=True)
         known.write_text(str(self.port))
-        self._process: subprocess.Popen[bytes] | None = None
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://{HOST}:{self.port}"
+        self.endpoint = f"http://{HOST}:{self.port}"
 
     def options(self, **changed: Any) -> dict[str, Any]:
         """Store options for a client; refused connections are tried again once, not for a minute."""
@@ -58,40 +48,11 @@ class S3Server:
 
     def start(self, die_with: int | None = None) -> None:
         """Start it, to end at the latest with a process, by default this one."""
-        owner = die_with or os.getpid()
         settings = self._directory / "s3proxy.properties"
         place = f"s3proxy.endpoint={self.endpoint}\njclouds.filesystem.basedir={self.objects}\n"
         settings.write_text(_SETTINGS + place)
         java = [find_java(), *_JVM, f"-Dlogback.configurationFile={HERE / 'logback.xml'}"]
         program = ["-cp", f"{S3PROXY.fetched()}/*", "org.gaul.s3proxy.Main", "--properties", str(settings)]
-        tied = [sys.executable, "-I", tether.__file__, str(owner), str(birth_of(owner))]
         # Without the classes of Kafka, which would take the place of those that Java brings along.
         env = {name: value for name, value in os.environ.items() if name != "JDK_JAVA_OPTIONS"}
-        with open(self._directory / "s3proxy.log", "ab") as output:
-            self._process = subprocess.Popen([*tied, *java, *program], stdout=output, stderr=output, env=env)
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self.answers():
-            assert self._process.poll() is None, f"it ended: {self.said()}"
-            assert time.monotonic() < deadline, f"it does not answer: {self.said()}"
-            time.sleep(0.05)
-
-    def kill(self) -> None:
-        """End it at once."""
-        if self._process is not None:
-            self._process.send_signal(signal.SIGKILL)
-            self._process.wait(20)
-            self._process = None
-
-    def said(self) -> str:
-        return (self._directory / "s3proxy.log").read_text()[-2000:]
-
-    def answers(self) -> bool:
-        """Whether it runs."""
-        try:
-            urllib.request.urlopen(self.endpoint, timeout=5).close()
-        except urllib.error.HTTPError as refused:
-            refused.close()
-            return True  # it wants credentials
-        except OSError:
-            return False
-        return True
+        self.launch([*java, *program], START_TIMEOUT_S, owner=die_with, env=env)

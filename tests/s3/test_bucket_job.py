@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests import jobs, ranks
+from tests.command import run
 from tests.followers import wait_for
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import app, open_log
+from tests.parts import open_log
 from tests.s3.server import KEY, SECRET, S3Server
 from torchrec_stream_ckpt import Source, StreamConfig, follow
 from torchrec_stream_ckpt.inner import Control, Log
@@ -24,12 +24,6 @@ from torchrec_stream_ckpt.log.bucket.control_objects import record_name
 pytestmark = pytest.mark.distributed
 
 STEPS = 7  # markers are at steps 3 and 6, and at the end
-
-
-def command(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
-    return done.output
 
 
 @pytest.fixture
@@ -55,18 +49,18 @@ def test_a_job_needs_nothing_but_a_bucket(uri: str, s3_server: S3Server, tmp_pat
     truths = ranks.run(2, jobs.train_with, PLAN_2, settings, STEPS, {})[0][1]
     restored(settings, None, truths, STEPS, "log")
     restored(settings, "1:1", truths, 3, "log")
-    assert "1:2" in command("list", uri)
+    assert "1:2" in run("list", uri)
     with follow(uri, scratch=tmp_path) as follower:
         rows = [len(each.ids) for update in follower.updates(0) for each in update.changes()]
         assert (sum(rows) > 0, str(follower.marker)) == (True, "1:3")
 
-    command("materialize", uri, "--once", "--rebase", "0.000001")
+    run("materialize", uri, "--once", "--rebase", "0.000001")
     for verb in (("scrub", uri, "--store", uri), ("verify", uri, "--all", "--store", uri), ("doctor", uri)):
-        command(*verb)
-    command("trim", uri, "--store", uri)
-    command("gc", uri, "--store", uri, "--newest", "1")
+        run(*verb)
+    run("trim", uri, "--store", uri)
+    run("gc", uri, "--store", uri, "--newest", "1")
     restored(settings, None, truths, STEPS, "store")
-    assert os.environ["AWS_ENDPOINT_URL"] not in command("list", uri, "--json")
+    assert os.environ["AWS_ENDPOINT_URL"] not in run("list", uri, "--json")
 
 
 def test_a_lost_node_goes_on_from_an_outer_bucket_and_a_commit_key_passes_over_foreign_records(

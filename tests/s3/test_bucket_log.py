@@ -731,9 +731,3 @@ def test_markers_of_a_job_are_what_was_written(place: Place) -> None:
         assert image_of_log(reader, lineage, commit.id).arrays.keys()
     reader.close()
     bucket.close()
-
-
-def options_of(place: Place, tmp_path: Path) -> str:
-    path = tmp_path / "options"
-    path.write_text("".join(f"{name}={value}\n" for name, value in place.options.items()))
-    return str(path)

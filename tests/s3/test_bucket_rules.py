@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections.abc import Iterator
@@ -10,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
+from tests.command import doctor
 from tests.contract.test_log_contract import control_record
-from tests.parts import app, open_log
+from tests.parts import open_log
 from tests.s3.faults import FaultyProxy
 from tests.s3.server import S3Server
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, StoreUnavailableError
@@ -54,8 +53,7 @@ class Place:
         return open_log(self.uri, self.options)
 
     def doctor(self, *arguments: str) -> tuple[int, dict[str, dict[str, Any]]]:
-        done = CliRunner().invoke(app, ["doctor", *arguments, "--store-options", str(self.file), "--json"])
-        return done.exit_code, {each["check"]: each for each in json.loads(done.stdout)}
+        return doctor(*arguments, "--store-options", self.file)
 
 
 @pytest.fixture

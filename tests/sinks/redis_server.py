@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import redis
 
-from torchrec_stream_ckpt.extras.broker import tether
+from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.extras.broker.process import birth_of
 from torchrec_stream_ckpt.script import free_port
 
 PROGRAM = Path("/usr/bin/redis-check-rdb")
@@ -20,7 +15,7 @@ PROGRAM = Path("/usr/bin/redis-check-rdb")
 START_TIMEOUT_S = 60.0
 
 
-class RedisServer:
+class RedisServer(Server):
     """One server, ended with this process at the latest. It keeps port and data over :meth:`start`.
 
     Args:
@@ -29,12 +24,12 @@ class RedisServer:
     """
 
     def __init__(self, directory: Path, **settings: str) -> None:
+        super().__init__(directory / "log")
         self._directory = directory
         directory.mkdir()
         self.port = free_port()
         self._settings = {"save": "", "appendonly": "no"} | settings
         (directory / "redis-server").symlink_to(PROGRAM)
-        self._process: subprocess.Popen[bytes] | None = None
 
     @property
     def url(self) -> str:
@@ -46,25 +41,9 @@ class RedisServer:
     def start(self) -> None:
         settings = {"bind": HOST, "port": str(self.port), "dir": str(self._directory)} | self._settings
         arguments = [word for key, value in settings.items() for word in (f"--{key.replace('_', '-')}", value)]
-        tied = [sys.executable, "-I", tether.__file__, str(os.getpid()), str(birth_of(os.getpid()))]
-        with open(self._directory / "log", "ab") as output:
-            self._process = subprocess.Popen(
-                [*tied, str(self._directory / "redis-server"), *arguments], stdout=output, stderr=output
-            )
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._answers():
-            assert self._process.poll() is None, (self._directory / "log").read_text()
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        self.launch([self._directory / "redis-server", *arguments], START_TIMEOUT_S)
 
-    def kill(self) -> None:
-        """End it at once."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait(20)
-            self._process = None
-
-    def _answers(self) -> bool:
+    def answers(self) -> bool:
         try:
             with self.client() as client:
                 client.ping()

@@ -9,13 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import table
+from tests.command import call, run
 from tests.evolved import EvolvingJob
 from tests.followers import LOAD, MARKER, begun, truth, weights_in
 from tests.mapped_job import ONE, MappedJob
-from tests.parts import app
 from tests.sinks.redis_server import RedisServer
 from tests.synthetic import Job
 from tests.unit.test_proof_checker import SCHEMA as PROVED
@@ -443,9 +442,7 @@ def test_the_command_writes_it(job: Job, server: RedisServer) -> None:
     arguments = ["follow", f"file://{job.root}", "--redis", server.url, "--once", "--json"]
     lines = []
     for _ in range(2):
-        done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-        assert done.exit_code == 0
-        lines += done.output.splitlines()
+        lines += run(*arguments).splitlines()
         job.touch(1)
         job.commit()
     assert [json.loads(line)["kind"] for line in lines] == ["load", "marker"]
@@ -455,7 +452,7 @@ def test_the_command_writes_it(job: Job, server: RedisServer) -> None:
         ("--mode", "rows"): "--redis requires a follower",
         ("--serve", "file:///x"): "two followers",
     }.items():
-        failed = CliRunner().invoke(app, [*arguments, *more])
+        failed = call(*arguments, *more)
         assert isinstance(failed.exception, ConfigError)
         assert said in str(failed.exception)
 

@@ -57,3 +57,14 @@ def tmp_path(
     if request.session.testsfailed > failed:
         shutil.copytree(folder, tmp_path_factory.mktemp(request.node.name[:30]) / "left", symlinks=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Torch computes on one thread: two of them would make an order of events another one each time."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

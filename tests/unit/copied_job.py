@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
-
 from tests.builders import JOB
+from tests.command import ask
 from tests.synthetic import Image, Job, image_of_log
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.inner import Control, Objects, open_store
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
@@ -83,8 +80,5 @@ def check(root: Path, key_file: Path | None = None) -> None:
 
 
 def recover(root: Path, *more: str) -> dict[str, Any]:
-    done = CliRunner().invoke(app, ["recover", f"file://{root}", "--store", str(root), "--json", *more])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    found: dict[str, Any] = json.loads(done.stdout)
+    found: dict[str, Any] = ask("recover", f"file://{root}", "--store", root, *more, status=None)
     return found

@@ -6,11 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
-
+from tests.command import finish
 from tests.synthetic import JOB, Job, image_of_store, images_of_chain
 from tests.unit.folded_job import made_once, materialize, store_of
-from torchrec_stream_ckpt.cli.main import app
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.log.files import FileLog
@@ -74,10 +72,7 @@ def scrub(job: Job, *more: str) -> tuple[int, dict[str, Any]]:
 
 
 def invoke(*arguments: str) -> Any:
-    done = CliRunner().invoke(app, ["scrub", *arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
+    return finish("scrub", *arguments)
 
 
 def name_of(job: Job, path: Path) -> str:

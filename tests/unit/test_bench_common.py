@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
 import importlib.machinery
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+
+from tests.unit.test_pages import page
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
@@ -354,3 +359,20 @@ def test_slices_of_a_dense_state_are_all_of_it(monkeypatch: pytest.MonkeyPatch, 
             dict(part)["wide"].add_(1)
             assert not regions.holds_the_state()
             regions.close()
+
+
+# What is said of other tools beside their figures.
+
+
+def test_torchsnapshot_makes_no_copy_of_a_tensor_in_host_memory() -> None:
+    """So its figure in ``marker`` is of a call that training may not go on after, and the pages say so."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torchsnapshot.io_preparers.tensor import TensorIOPreparer
+    tensor = torch.zeros(1000)
+    _, (request,) = TensorIOPreparer.prepare_write("x", tensor, is_async_snapshot=True)
+    staged = asyncio.run(request.buffer_stager.stage_buffer())
+    tensor.fill_(1)  # a later step
+    assert np.frombuffer(staged, np.float32).sum() == 1000
+    for name in ("README.md", "docs/performance.md", "benchmarks/marker/README.md"):
+        assert "copies nothing" in " ".join(page(name).split()), name

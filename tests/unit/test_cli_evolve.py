@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import Stream, claim, commit
+from tests.command import call, run
 from tests.mapped_job import ONE, PLAIN, MappedJob
-from tests.parts import FileLog, app
-from tests.unit.test_evolve_messages import loaded
+from tests.parts import FileLog
+from tests.unit.test_evolve_files import loaded
 from torchrec_stream_ckpt import Changes, ModelSchema, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
@@ -75,12 +75,8 @@ def write(folder: Path, records: list[Any]) -> str:
     return f"file://{folder}"
 
 
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["evolve-plan", *arguments], env={"COLUMNS": "240"})
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
+def evolve_plan(*arguments: str) -> str:
+    return run("evolve-plan", *arguments, columns=240)
 
 
 def example() -> str:
@@ -94,10 +90,10 @@ def test_every_line_of_the_page_runs(job: str, tmp_path: Path) -> None:
     assert len(lines) == 3
     compare, save, plan = (shlex.split(line.replace("URI", job)) for line in lines)
     with pytest.raises(SchemaMismatchError):
-        run(*compare)
-    run(*save)
+        evolve_plan(*compare)
+    evolve_plan(*save)
     assert [table.name for table in ModelSchema.load("marker.json").tables] == [table.name for table in SAVED.tables]
-    said = run(*plan)
+    said = evolve_plan(*plan)
     for piece in (
         "marker 1:3, step 30",
         "was sparse.ebc.t_item, columns 64 -> 128",
@@ -108,15 +104,15 @@ def test_every_line_of_the_page_runs(job: str, tmp_path: Path) -> None:
 
 def test_what_is_refused_prints_what_accepts_it(job: str, tmp_path: Path) -> None:
     with pytest.raises(SchemaMismatchError) as refused:
-        run(job, "--schema", "model.json")
+        evolve_plan(job, "--schema", "model.json")
     accepting = loaded(str(refused.value), tmp_path)
     assert accepting.dropped == ("sparse.ebc.t_item", "sparse.ebc.t_zip")
-    run(job, "--schema", "model.json", "--changes", "changes.toml")
+    evolve_plan(job, "--schema", "model.json", "--changes", "changes.toml")
 
 
 def test_json_counts_rows_and_bytes(job: str, tmp_path: Path) -> None:
     (tmp_path / "changes.toml").write_text(example())
-    found = json.loads(run(job, "1:3", "--schema", "model.json", "--changes", "changes.toml", "--json"))
+    found = json.loads(evolve_plan(job, "1:3", "--schema", "model.json", "--changes", "changes.toml", "--json"))
     assert (found["marker"], found["already"], found["dense_compared"]) == ("1:3", False, False)
     assert found["digest"] == Changes.load(tmp_path / "changes.toml").digest
     parts = {part["name"].rpartition("_")[2]: part for part in found["parts"]}
@@ -141,8 +137,8 @@ def test_json_counts_rows_and_bytes(job: str, tmp_path: Path) -> None:
 
 
 def test_a_marker_of_the_same_model_goes_on(job: str) -> None:
-    run(job, "--save", "marker.json")
-    said = run(job, "--schema", "marker.json")
+    evolve_plan(job, "--save", "marker.json")
+    said = evolve_plan(job, "--schema", "marker.json")
     assert said.count("as it was") == 5
     assert "sends 0 B whole" in said
 
@@ -169,21 +165,21 @@ def test_a_marker_that_has_the_changes_says_so(tmp_path: Path, monkeypatch: pyte
             commit(2, 4),
         ],
     )
-    said = run(uri, "--schema", "model.json", "--changes", "changes.toml")
+    said = evolve_plan(uri, "--schema", "model.json", "--changes", "changes.toml")
     assert "marker 2:4, step 40, which has the declared changes already" in said
-    before = json.loads(run(uri, "1:3", "--schema", "model.json", "--changes", "changes.toml", "--json"))
+    before = json.loads(evolve_plan(uri, "1:3", "--schema", "model.json", "--changes", "changes.toml", "--json"))
     assert before["already"] is False
     assert [part["name"] for part in before["parts"] if part["sent_whole"]] == ["sparse.ebc.t_city"]
 
 
 def test_mistakes_end_with_what_to_try(job: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a model to compare"):
-        run(job)
+        evolve_plan(job)
     with pytest.raises(ConfigError, match="the schema cannot be read"):
-        run(job, "--schema", "nowhere.json")
+        evolve_plan(job, "--schema", "nowhere.json")
     (tmp_path / "changes.toml").write_text('added = ["sparse.ebc.t_cite"]')
     with pytest.raises(ChangesError, match=r"near: 'sparse\.ebc\.t_city'") as refused:
-        run(job, "--schema", "model.json", "--changes", "changes.toml")
+        evolve_plan(job, "--schema", "model.json", "--changes", "changes.toml")
     assert refused.value.hint
 
 
@@ -231,17 +227,17 @@ def test_other_rows_are_proposed_with_new_rows_for_raw_ids_where_a_map_is_proved
     monkeypatch.chdir(tmp_path)
     uri = mapped(tmp_path, markers, late=late)
     with pytest.raises(SchemaMismatchError, match="61 rows here, 60 in the marker; it has an id map") as refused:
-        run(uri, "--schema", "model.json")
+        evolve_plan(uri, "--schema", "model.json")
     rows = {ONE: RowChange(61), PLAIN: RowChange(24, allow_dropped_rows=True)}
     assert loaded(str(refused.value), tmp_path) == Changes(rows=rows, reassigned=(ONE,))
-    assert "raw ids get new rows, unless" in run(uri, "--schema", "model.json", "--changes", "changes.toml")
+    assert "raw ids get new rows, unless" in evolve_plan(uri, "--schema", "model.json", "--changes", "changes.toml")
     Path("changes.toml").write_text(Changes(rows=rows).to_toml())
     with pytest.raises(SchemaMismatchError, match="so its raw ids need new rows") as refused:
-        run(uri, "--schema", "model.json", "--changes", "changes.toml")
+        evolve_plan(uri, "--schema", "model.json", "--changes", "changes.toml")
     assert loaded(str(refused.value), tmp_path) == Changes(rows=rows, reassigned=(ONE,))
     Path("changes.toml").write_text(Changes(rows=rows, reassigned=(ONE, PLAIN)).to_toml())
     with pytest.raises(ChangesError, match=f"reassigned: '{PLAIN}': the marker has no id map"):
-        run(uri, "--schema", "model.json", "--changes", "changes.toml")
+        evolve_plan(uri, "--schema", "model.json", "--changes", "changes.toml")
 
 
 @pytest.mark.parametrize("why", ["no proofs", "trimmed"])
@@ -251,7 +247,7 @@ def test_a_log_that_does_not_show_id_maps_is_said_to(why: str, tmp_path: Path, m
     if why == "trimmed":
         for segment in (tmp_path / "log").rglob("*.seg"):
             segment.unlink()
-    done = CliRunner().invoke(app, ["evolve-plan", uri, "--schema", "model.json"], env={"COLUMNS": "240"})
+    done = call("evolve-plan", uri, "--schema", "model.json", columns=240)
     assert f"the log does not show whether {ONE} has an id map" in done.output
     assert isinstance(done.exception, SchemaMismatchError)
     assert not loaded(str(done.exception), tmp_path).reassigned
@@ -270,5 +266,5 @@ def test_the_refusal_on_the_page_is_what_is_printed(tmp_path: Path) -> None:
     uri = write(tmp_path / "log", [claim(1, schema=saved, swept=(0,)), commit(1, 1)])
     ModelSchema((spec("city", 5000), spec("user", 3_000_000))).save(tmp_path / "model.json")
     with pytest.raises(SchemaMismatchError) as refused:
-        run(uri, "--schema", str(tmp_path / "model.json"))
+        evolve_plan(uri, "--schema", str(tmp_path / "model.json"))
     assert refused.value.headline == shown.rstrip("\n")

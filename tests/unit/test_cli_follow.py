@@ -5,24 +5,20 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from typer.testing import CliRunner
-
-from tests.parts import app
+from tests.command import call, run
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt.errors import MarkerNotFoundError
 
 
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["follow", *arguments], catch_exceptions=False)
-    assert done.exit_code == 0
-    return done.output
+def followed(*arguments: str) -> str:
+    return run("follow", *arguments)
 
 
 def test_each_update_is_one_line_of_json(tmp_path: Path) -> None:
     job = Job(tmp_path / "log")
     job.begin()
     job.commit()
-    (line,) = run(f"file://{job.root}", "--once", "--json").splitlines()
+    (line,) = followed(f"file://{job.root}", "--once", "--json").splitlines()
     record = json.loads(line)
     assert {key: record[key] for key in ("kind", "marker", "step", "rows")} == {
         "kind": "load",
@@ -38,7 +34,7 @@ def test_it_is_said_in_words_and_of_some_tables_alone(tmp_path: Path) -> None:
     job.begin()
     job.commit()
     job.touch()
-    said = run(f"file://{job.root}", "--once", "--tables", "t_wide", "--mode", "rows")
+    said = followed(f"file://{job.root}", "--once", "--tables", "t_wide", "--mode", "rows")
     assert "loaded marker 1:1 (the first marker), step 10" in said
     assert "30 rows in" in said
     assert "(t_wide 30)" in said
@@ -47,5 +43,5 @@ def test_it_is_said_in_words_and_of_some_tables_alone(tmp_path: Path) -> None:
 def test_without_a_marker_it_says_so(tmp_path: Path) -> None:
     job = Job(tmp_path / "log")
     job.begin()
-    done = CliRunner().invoke(app, ["follow", f"file://{job.root}", "--once"])
+    done = call("follow", f"file://{job.root}", "--once")
     assert isinstance(done.exception, MarkerNotFoundError)

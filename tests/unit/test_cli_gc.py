@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import stores
-from tests.parts import Policy, app, prepare_store
+from tests.command import ask, run
+from tests.parts import FileLog, Policy, prepare_store
 from tests.stores import History, choose
 from tests.unit.copied_job import keep
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.inner import Control, Job, Objects, open_store
+from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Job, Objects, open_store
+from torchrec_stream_ckpt.log.control import snapshots
 from torchrec_stream_ckpt.maintain.gc import clocks
 from torchrec_stream_ckpt.store import pins
 from torchrec_stream_ckpt.store.dense import DenseFolder
@@ -39,30 +40,15 @@ def history(tmp_path: Path) -> History:
     return two_generations(tmp_path)
 
 
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout if "--json" in arguments else done.output
-
-
-def damaged(*arguments: str) -> str:
-    """The same of a job that has all rows, and damage in its store."""
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 1, done.output
-    return done.stdout if "--json" in arguments else done.output
-
-
 def gc(history: History, *arguments: str) -> list[dict[str, Any]]:
     """``stream-ckpt gc`` with the job's log, or without any if ``--no-log`` is given."""
     log = [] if "--no-log" in arguments else [f"file://{history.root}"]
-    found: list[dict[str, Any]] = json.loads(run("gc", *log, "--store", str(history.root), *arguments, "--json"))
+    found: list[dict[str, Any]] = ask("gc", *log, "--store", str(history.root), *arguments)
     return found
 
 
 def markers(history: History, *arguments: str) -> dict[str, dict[str, Any]]:
-    rows = json.loads(run("list", f"file://{history.root}", "--json", *arguments))["markers"]
+    rows = ask("list", f"file://{history.root}", *arguments)["markers"]
     return {row["marker"]: row for row in rows}
 
 
@@ -103,7 +89,7 @@ def test_a_dry_run_over_an_object_store_tells_the_time_that_the_store_shows(
     url = f"memory://dry-{tmp_path.name}"
     run("materialize", f"file://{history.root}", "--store", url, "--once")
     command = ("gc", f"file://{history.root}", "--store", url, "--newest", "1")
-    (first,) = json.loads(run(*command, "--grace", "0.1s", "--json"))
+    (first,) = ask(*command, "--grace", "0.1s")
     assert first["later"]
     time.sleep(0.2)
     said = run(*command, "--grace", "0.1s", "--dry-run")
@@ -111,8 +97,8 @@ def test_a_dry_run_over_an_object_store_tells_the_time_that_the_store_shows(
     assert "a run may delete more by now" in run(*command, "--grace", "1h", "--dry-run")
     history.generation(3, [5, 6], "2:4")  # the store takes something newer
     run("materialize", f"file://{history.root}", "--store", url, "--once")
-    (planned,) = json.loads(run(*command, "--grace", "0.1s", "--dry-run", "--json"))
-    (done,) = json.loads(run(*command, "--grace", "0.1s", "--json"))
+    (planned,) = ask(*command, "--grace", "0.1s", "--dry-run")
+    (done,) = ask(*command, "--grace", "0.1s")
     assert planned["deleted"]
     assert {each["name"] for each in planned["deleted"]} <= {each["name"] for each in done["deleted"]}
 
@@ -128,8 +114,8 @@ def test_a_pin_keeps_a_marker_until_it_is_taken_away(history: History) -> None:
     store = ("--store", str(history.root))
     assert "is pinned" in run("pin", uri, "1:1", *store)
     said = {"uri": uri, "store": history.objects.url, "marker": "1:1"}
-    assert json.loads(run("pin", uri, "1:1", *store, "--json")) == said | {"pinned": True}
-    assert json.loads(run("unpin", uri, "1:1", *store, "--json")) == said | {"pinned": False}
+    assert ask("pin", uri, "1:1", *store) == said | {"pinned": True}
+    assert ask("unpin", uri, "1:1", *store) == said | {"pinned": False}
     run("pin", uri, "1:1", *store)
     assert gc(history, "--newest", "1")[0]["kept"] == ["1:1", "2:4"]
     assert "no longer pinned" in run("unpin", uri, "1:1", "--store", str(history.root))
@@ -169,7 +155,7 @@ def test_a_pin_of_a_marker_whose_rows_are_gone_says_so(history: History) -> None
     lost.unlink()
     command = ("pin", f"file://{history.root}", "2:4", "--store", str(history.root))
     assert "Warning: the store alone cannot restore it now: " in run(*command)
-    assert lost.name in json.loads(run(*command, "--json"))["problem"]
+    assert lost.name in ask(*command)["problem"]
     for marker, said in (
         ("7:7", "7:7 is not committed"),
         ("x", "no marker has the name x"),
@@ -240,9 +226,9 @@ def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> No
     job = Job(uri="kafka://broker:9092/job", log=history.log, control=control)
     (commit, *_) = history.lineage.commits.values()
     assert commit.store == ""
-    for ask in (lambda: job.objects, lambda: job.dense_of(commit), lambda: job.objects_of(commit)):
+    for need in (lambda: job.objects, lambda: job.dense_of(commit), lambda: job.objects_of(commit)):
         with pytest.raises(ConfigError, match="do not name its store") as refused:
-            ask()
+            need()
         assert "--store" in refused.value.hint
 
 
@@ -300,7 +286,7 @@ def test_list_and_show_say_where_a_marker_comes_from(tmp_path: Path) -> None:
         "1:2": ("store", False),
         "1:3": (None, False),
     }
-    shown = json.loads(run("show", f"file://{tmp_path}", "--marker", "1:2", "--json"))
+    shown = ask("show", f"file://{tmp_path}", "--marker", "1:2")
     assert (shown["from"], shown["store_reach"], shown["store_pieces"]) == ("store", "1:2", 2)
     assert shown["store_bytes"] == sum(
         entry.num_bytes for entry in history.objects.list("segments/") if "-r00000-" in entry.name
@@ -319,14 +305,14 @@ def test_a_damaged_store_is_said_and_the_log_serves(history: History) -> None:
 def test_verify_reads_what_a_restore_would(history: History) -> None:
     uri = f"file://{history.root}"
     history.generation(3, [5], "2:4")
-    (record,) = json.loads(run("verify", uri, "--json"))
+    (record,) = ask("verify", uri)
     assert (record["marker"], record["reach"], record["segments"]) == ("3:5", "2:4", 4)
     assert record["frames"] == 4  # HELLO, two of rows, MARK
-    (by_log,) = json.loads(run("verify", uri, "--log", "--json"))
+    (by_log,) = ask("verify", uri, "--log")
     assert (by_log["reach"], by_log["segments"]) == (None, 0)
     assert by_log["rows"] == record["rows"] + record["stored_rows"]
     assert "from the store up to marker 2:4" in run("verify", uri)
-    assert len(json.loads(run("verify", uri, "--all", "--json"))) == 6
+    assert len(ask("verify", uri, "--all")) == 6
 
 
 def test_verify_names_the_segment_that_was_altered(history: History) -> None:
@@ -336,15 +322,15 @@ def test_verify_names_the_segment_that_was_altered(history: History) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
-    (record,) = json.loads(damaged("verify", uri, "--json"))
+    (record,) = ask("verify", uri, status=1)
     assert (record["marker"], record["reach"]) == ("2:4", "1:1"), "the log has what follows"
     (damage,) = record["read_around"]
     assert "chunk's checksum does not match" in damage
     assert name in damage
-    assert "read around damage in the store: " in damaged("verify", uri)
-    assert json.loads(run("verify", uri, "--log", "--json"))[0]["marker"] == "2:4"
+    assert "read around damage in the store: " in run("verify", uri, status=1)
+    assert ask("verify", uri, "--log")[0]["marker"] == "2:4"
     path.unlink()
-    assert "the store does not hold this object" in damaged("verify", uri)
+    assert "the store does not hold this object" in run("verify", uri, status=1)
     shutil.rmtree(history.root / DATA_DIR)
     with pytest.raises(CorruptionError, match="the store does not hold this object") as caught:
         run("verify", uri)
@@ -356,8 +342,166 @@ def test_verify_names_the_segment_that_was_altered(history: History) -> None:
 def test_verify_passes_over_what_was_dropped_and_refuses_it_by_name(history: History) -> None:
     uri = f"file://{history.root}"
     gc(history, "--newest", "1", "--grace", "0s", "--compact")
-    verified = json.loads(run("verify", uri, "--all", "--json"))
+    verified = ask("verify", uri, "--all")
     assert [each["marker"] for each in verified if "rows" in each] == ["2:4"]
     assert [each["marker"] for each in verified if "dropped" in each] == ["2:3", "1:3", "1:2", "1:1"]
     with pytest.raises(MarkerNotFoundError, match="given up by retention"):
         run("verify", uri, "--marker", "1:1")
+
+
+# What operators see of trim over a store.
+
+
+def trim(history: History, *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(
+        run("trim", f"file://{history.root}", "--store", str(history.root), *arguments, "--json")
+    )
+    return found
+
+
+@pytest.mark.parametrize("options", [(), ("--verify",)])
+def test_trim_takes_log_away_that_the_store_holds(history: History, options: tuple[str, ...]) -> None:
+    control = (history.root / "control.log").read_bytes()
+    planned = trim(history, "--dry-run", *options)
+    assert (history.root / "control.log").read_bytes() == control
+    done = trim(history, *options)
+    assert (done["upto"], done["markers"], done["checked"]) == ("2:4", ["1:3", "2:4"], 5)
+    assert done["freed"] == planned["freed"]
+    assert done["freed"]["count"] == 4, "all three files of generation 1, and all but the last one of generation 2"
+    for marker, row in markers(history).items():
+        assert (row["restorable"], row["from"]) == (True, "store")
+        chosen = choose(
+            history.log, history.lineage, DenseFolder(history.root), MarkerId.parse(marker), history.objects
+        )
+        assert chosen is not None
+        assert stores.rows_of(history.objects, history.lineage, chosen.commit.id) == history.rows[chosen.commit.id]
+
+
+def test_trim_stops_in_front_of_a_marker_that_the_store_lacks(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1, 2, 3])
+    history.generation(2, [3, 4], "1:2")
+    stores.fold(tmp_path, upto=MarkerId(1, 2))
+    before = (tmp_path / "control.log").read_bytes()
+    with pytest.raises(MarkerNotFoundError, match="marker 2:4 is not in the store"):
+        trim(history, "--upto", "2:4")
+    with pytest.raises(MarkerNotFoundError, match="is not committed"):
+        trim(history, "--upto", "7:7")
+    assert (tmp_path / "control.log").read_bytes() == before
+    with pytest.raises(ConfigError, match="MARKER was given twice"):
+        trim(history, "1:1", "--upto", "1:2")
+    named = trim(history, "1:2", "--dry-run")
+    assert named == trim(history, "--upto", "1:2", "--dry-run")
+    done = trim(history)
+    assert (done["upto"], done["markers"]) == (named["upto"], named["markers"]) == ("1:2", ["1:2"])
+    assert stores.fold(tmp_path) == [MarkerId(1, 3), MarkerId(2, 3), MarkerId(2, 4)]
+    assert {marker: row["from"] for marker, row in markers(history).items()} == dict.fromkeys(
+        ("1:1", "1:2", "1:3", "2:3", "2:4"), "store"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gone", "message"),
+    [
+        ("segments/{job}/g00000001-r00000-m00000001-p000.seg", "marker 1:1 would be lost: .*p000.seg is missing"),
+        ("manifests/{job}/g00000001-m00000002.json", "marker 1:2 would be lost: the store leads up to 1:1"),
+        (
+            "dense/{job}/g00000001-m00000003/.metadata",
+            "marker 1:3 would be lost: dense state is missing from the store",
+        ),
+    ],
+)
+def test_trim_is_refused_when_a_marker_would_be_lost(history: History, gone: str, message: str) -> None:
+    history.objects.delete(gone.format(job=history.lineage.job.hex()))
+    before = (history.root / "control.log").read_bytes()
+    with pytest.raises(CorruptionError, match=message):
+        trim(history)
+    assert (history.root / "control.log").read_bytes() == before
+
+
+def test_trim_with_verify_finds_a_chunk_that_was_altered(history: History) -> None:
+    name = f"segments/{history.lineage.job.hex()}/g00000001-r00000-m00000002-p000.seg"
+    data = bytearray((history.root / name).read_bytes())
+    data[-1] ^= 1
+    (history.root / name).write_bytes(data)
+    with pytest.raises(CorruptionError, match="chunk's checksum does not match"):
+        trim(history, "--verify")
+    dense = history.root / "dense" / history.lineage.job.hex() / "g00000001-m00000001" / ".metadata"
+    shutil.copy(history.root / "LOG", history.root / "copy")
+    dense.write_bytes(bytes(reversed(dense.read_bytes())))
+    with pytest.raises(CorruptionError):
+        trim(history, "--verify")
+    assert FileLog(history.root).incarnation() is not None
+
+
+def test_trim_after_gc_asks_only_for_what_is_offered(history: History) -> None:
+    gc(history, "--newest", "1", "--grace", "0s", "--compact")
+    done = trim(history, "--verify")
+    assert (done["checked"], done["markers"]) == (1, ["1:3", "2:4"])
+    assert markers(history)["2:4"]["from"] == "store"
+
+
+def test_a_store_that_nobody_has_written_to_lets_nothing_go(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, [1])
+    with pytest.raises(MarkerNotFoundError, match="the store holds no marker of this job"):
+        trim(history)
+    with pytest.raises(MarkerNotFoundError, match="no marker of job"):
+        gc(history, "--newest", "1")
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [Policy(rebase=0, compact="none"), Policy(rebase=1e-9, compact="none"), Policy(rebase=0, compact="span16")],
+)
+def test_trim_forgets_what_gc_gave_up_and_every_offered_marker_comes_back(
+    tmp_path: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Round after round, as a job lives: the control log gets shorter, and the chain to each marker holds."""
+    monkeypatch.setattr(snapshots, "LEAST_BYTES", 0)
+    history, parent, forgotten = History(tmp_path), "", 0
+    for generation in range(1, 5):
+        history.generation(generation, range(4 * generation, 4 * generation + 6), parent)
+        stores.fold(tmp_path, policy)
+        gc(history, "--newest", "3", "--grace", "0s", "--compact")
+        done = trim(history, "--verify")
+        assert done["control_problem"] is None
+        forgotten += done["given_up"]
+        assert len(history.lineage.given_up) == forgotten
+        catalog = Catalog.load(history.objects, history.lineage.job)
+        left = catalog.markers - catalog.dropped
+        assert len(left) == 3
+        for marker in left:
+            assert stores.rows_of(history.objects, history.lineage, marker) == history.rows[marker]
+        assert {name for name, row in markers(history).items() if row["restorable"]} == set(map(str, left))
+        parent = str(sorted(left)[1])
+    assert forgotten > 0
+    assert done["control_base"] > 0
+    uri = f"file://{tmp_path}"
+    verified = json.loads(run("verify", uri, "--all", "--json"))
+    assert {each["marker"] for each in verified if "rows" in each} == set(map(str, left))
+    assert json.loads(run("show", uri, "--marker", str(max(left)), "--json"))["marker"] == str(max(left))
+    with pytest.raises(MarkerNotFoundError, match="a trim deleted its COMMIT"):
+        run("show", uri, "--marker", str(min(history.lineage.given_up)))
+
+
+def test_the_marker_on_which_a_generation_without_markers_stands_survives_trim_and_gc(tmp_path: Path) -> None:
+    history = History(tmp_path)
+    history.generation(1, range(1, 11))
+    stores.fold(tmp_path)
+    history.generation(2, [], "1:5")  # a trainer has restored 1:5
+    trim(history)
+    before = stores.contents(history.objects)
+    options = ("--newest", "1", "--grace", "0s", "--compact")
+    with pytest.raises(
+        ConfigError, match="gc needs the job's log, to keep the marker that a running trainer needs"
+    ) as refused:
+        run("gc", "--store", str(tmp_path), *options)
+    assert "--no-log only if the log is lost and no trainer runs" in refused.value.hint
+    with pytest.raises(ConfigError, match="a log and --no-log exclude each other"):
+        run("gc", f"file://{tmp_path}", "--no-log", "--store", str(tmp_path), *options)
+    assert stores.contents(history.objects) == before
+    assert gc(history, *options)[0]["kept"] == ["1:10"]
+    held = Holdings.load(history.objects, history.lineage).look(MarkerId(1, 5))
+    assert (held.reach, held.damage) == (MarkerId(1, 5), "")
+    assert stores.rows_of(history.objects, history.lineage, MarkerId(1, 5)) == history.rows[MarkerId(1, 5)]

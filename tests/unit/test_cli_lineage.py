@@ -2,28 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pty
 import subprocess
 import sys
 import threading
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import claim, commit, end
-from tests.parts import FileLog, app
-from torchrec_stream_ckpt.errors import CorruptionError, FencedError, MarkerNotFoundError
+from tests.command import ask, call, run
+from tests.parts import FileLog
+from torchrec_stream_ckpt.cli.common import open_job
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError, MarkerNotFoundError
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changed_elsewhere
+from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import CHANGED_VERSION, HEADER_LEN, json_frame
 from torchrec_stream_ckpt.format.lineage import KEPT
 from torchrec_stream_ckpt.format.schema import canonical
-from torchrec_stream_ckpt.inner import Control
+from torchrec_stream_ckpt.inner import Control, Job
 from torchrec_stream_ckpt.util.types import MarkerId
 
 
@@ -52,14 +54,6 @@ def write(folder: Path, records: Iterable[Any]) -> None:
     log.close()
 
 
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
-
-
 def depth(text: str, piece: str) -> int:
     """How far a line of the tree is indented."""
     (line,) = (line for line in text.splitlines() if piece in line)
@@ -67,15 +61,15 @@ def depth(text: str, piece: str) -> int:
 
 
 def test_a_list_says_how_generations_have_ended(uri: str) -> None:
-    assert json.loads(run("list", uri, "--json"))["ended"] is None
+    assert ask("list", uri)["ended"] is None
     log = FileLog(Path(uri.removeprefix("file://")))
     log.append_control(end(3, "failed", reason="ValueError").to_frame())
     assert "the trainer of generation 3 has ended: failed at step 70 (ValueError)" in run("list", uri)
-    ended = json.loads(run("list", uri, "--json"))["ended"]
+    ended = ask("list", uri)["ended"]
     assert ended == {"outcome": "failed", "reason": "ValueError", "step": 70, "time_s": 0.0}
     log.append_control(claim(4, parent=MarkerId(1, 1)).to_frame())
     log.close()
-    assert json.loads(run("list", uri, "--json"))["ended"] is None
+    assert ask("list", uri)["ended"] is None
     tree = run("list", uri, "--tree")
     assert "has ended" not in tree
     assert "failed at step 70" in next(each for each in tree.splitlines() if "generation 3" in each)
@@ -93,7 +87,7 @@ def test_the_newest_are_listed_beside_an_older_commit_that_nobody_wrote_and_all_
         log.append_control(commit(1, marker).to_frame())
     log.close()
     uri = f"file://{tmp_path}"
-    shown = json.loads(run("list", uri, "--newest", "2", "--json"))["markers"]
+    shown = ask("list", uri, "--newest", "2")["markers"]
     assert [row["marker"] for row in shown] == ["1:3", "1:4"]
     for asked in (("list", uri, "--newest", "3"), ("list", uri), ("show", uri, "1:2")):
         with pytest.raises(CorruptionError, match="COMMIT"):
@@ -132,13 +126,13 @@ def test_the_lines_of_a_tree_do_not_grow_with_the_generations(tmp_path: Path, ge
 
 
 def test_the_list_names_the_parent_of_each_marker(uri: str) -> None:
-    rows = json.loads(run("list", uri, "--json"))["markers"]
+    rows = ask("list", uri)["markers"]
     assert {row["marker"]: row["parent"] for row in rows} == {"1:1": None, "1:2": None, "2:3": "1:2", "3:2": "1:1"}
 
 
 def test_only_the_newest_markers_are_listed_where_that_is_asked_for(uri: str) -> None:
-    rows = json.loads(run("list", uri, "--json", "--newest", "2"))["markers"]
-    assert rows == json.loads(run("list", uri, "--json"))["markers"][-2:]
+    rows = ask("list", uri, "--newest", "2")["markers"]
+    assert rows == ask("list", uri)["markers"][-2:]
     assert [row["marker"] for row in rows] == ["2:3", "3:2"]
     tree = run("list", uri, "--tree", "--newest", "2")
     assert "marker 3:2," in tree
@@ -158,7 +152,7 @@ def test_a_fenced_trainer_commits_nothing_more_and_is_told_why(uri: str) -> None
 
 
 def test_the_next_job_stands_on_the_marker_in_front_of_the_fence(uri: str) -> None:
-    assert json.loads(run("fence", uri, "--yes", "--json")) == {
+    assert ask("fence", uri, "--yes") == {
         "uri": uri,
         "fenced": 3,
         "generation": 4,
@@ -233,7 +227,38 @@ def test_a_declaration_that_had_no_effect_is_not_called_a_change(
 def test_a_tree_continues_long_lines_below_their_beginning(tmp_path: Path) -> None:
     note = (("note", "one long text of many words " * 8),)
     write(tmp_path, [claim(1), replace(commit(1, 1), meta=note), commit(1, 2)])
-    done = CliRunner().invoke(app, ["list", f"file://{tmp_path}", "--tree"], env={"COLUMNS": "80"})
+    done = call("list", f"file://{tmp_path}", "--tree", columns=80)
     lines = done.output.splitlines()
     assert max(map(len, lines)) <= 80
     assert any(line.startswith("    │   ") and "long text" in line for line in lines)
+
+
+# Whose word the verbs take for where pickles lie.
+
+
+def opened(root: Path, store: str | None, kept_at: str) -> tuple[AbstractContextManager[Job], Commit]:
+    log = FileLog(root)
+    log.prepare(1)
+    log.append_control(claim(1).to_frame())
+    made = commit(1, 1, store=kept_at)
+    log.append_control(made.to_frame())
+    return open_job(Job.open(f"file://{root}", store=store)), made
+
+
+def test_a_place_of_pickles_that_the_log_alone_names_is_not_opened(tmp_path: Path) -> None:
+    job, made = opened(tmp_path / "log", None, f"file://{tmp_path / 'planted'}")
+    with (
+        job as open_,
+        pytest.raises(
+            ConfigError, match=r"dense state in file://.*planted is a pickle, and no commit key authenticates"
+        ),
+    ):
+        open_.dense_folder(made)
+
+
+@pytest.mark.parametrize("named", [True, False], ids=["named", "in the log's folder"])
+def test_one_that_the_user_names_is_looked_into(tmp_path: Path, named: bool) -> None:
+    store = f"file://{tmp_path / 'store'}" if named else None
+    job, made = opened(tmp_path / "log", store, f"file://{tmp_path / 'planted'}" if named else "")
+    with job as open_, pytest.raises(CorruptionError, match=r"COMMIT does not list DCP's \.metadata file"):
+        open_.dense_folder(made)

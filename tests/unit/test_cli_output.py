@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from tests.command import finish
 from tests.jobs_on_paper import PaperJob, tables
 from tests.parts import app
 from tests.stores import History
@@ -43,10 +44,7 @@ def job(tmp_path: Path) -> PaperJob:
 
 
 def invoke(*arguments: object, columns: int = 80) -> Any:
-    done = CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": str(columns)})
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    return done
+    return finish(*arguments, columns=columns)
 
 
 def run(*arguments: object, columns: int = 80) -> str:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import claim, commit
-from tests.parts import FileLog, app
+from tests.command import ask, call, run
+from tests.parts import FileLog
 from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 from torchrec_stream_ckpt.util.types import RankEnd
 
@@ -19,22 +19,18 @@ RATE = ["--touched-rows-per-second", "2e6"]
 BATCH = ["--batch-size", "65536", "--ids", "20"]
 
 
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200"})
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.output
+def plan(*arguments: str) -> str:
+    return run("plan", *arguments, columns=200)
 
 
 def asked(*arguments: str) -> dict[str, Any]:
-    found = json.loads(run(*arguments, "--json"))
+    found = ask("plan", *arguments)
     assert isinstance(found, dict)
     return found
 
 
 def test_the_table_names_every_need_and_every_assumption() -> None:
-    said = run(*TABLES, *RATE, "--ranks", "64", "--all")
+    said = plan(*TABLES, *RATE, "--ranks", "64", "--all")
     for piece in ("26 tables, 1,040,000,000 rows", "brokers", "partitions", "65", "lost, mean", "restore, HEAD"):
         assert piece in said
     for piece in ("disk_bytes_per_s=5e+08", "imbalance=1.2", "a model, not a measurement", "after 30.0 d"):
@@ -77,15 +73,15 @@ def test_a_file_log_needs_no_brokers() -> None:
     found = asked(*TABLES, *RATE, "--log", "file")
     assert found["broker"] is None
     assert found["memory"]["ring_bytes"] == 64 * 2**20
-    assert "brokers" not in run(*TABLES, *RATE, "--log", "file", "--all")
+    assert "brokers" not in plan(*TABLES, *RATE, "--log", "file", "--all")
 
 
 def test_a_plan_begins_with_six_lines_of_80_columns() -> None:
     for options in ([], ["--all"], ["--log", "file", "--trim-every", "never"]):
-        lines = run(*TABLES, *RATE, *options).splitlines()
+        lines = plan(*TABLES, *RATE, *options).splitlines()
         assert [line.split()[0] for line in lines[:6]] == ["log", "store", "memory", "step", "crash", "restore"]
         assert max(map(len, lines[:6])) <= 80
-    assert len(run(*TABLES, *RATE).splitlines()) == 7
+    assert len(plan(*TABLES, *RATE).splitlines()) == 7
 
 
 @pytest.mark.parametrize(
@@ -99,7 +95,7 @@ def test_a_plan_begins_with_six_lines_of_80_columns() -> None:
     ],
 )
 def test_only_an_object_store_has_a_bill(options: list[str], *, bills: bool) -> None:
-    assert ("an object store, a month" in run(*TABLES, *RATE, "--all", *options)) == bills
+    assert ("an object store, a month" in plan(*TABLES, *RATE, "--all", *options)) == bills
 
 
 @pytest.fixture
@@ -132,7 +128,7 @@ def test_a_job_without_two_markers_says_no_rate(tmp_path: Path) -> None:
     log.append_control(commit(1, 1).to_frame())
     log.close()
     with pytest.raises(ConfigError, match="no generation of this log has two markers") as caught:
-        run(f"file://{tmp_path}")
+        plan(f"file://{tmp_path}")
     assert "--tables" in caught.value.hint
 
 
@@ -174,7 +170,7 @@ WRONG = [
 @pytest.mark.parametrize(("arguments", "said", "hint"), WRONG)
 def test_mistakes_are_answered_with_the_right_form(arguments: list[str], said: str, hint: str) -> None:
     with pytest.raises(StreamCkptError) as caught:
-        run(*arguments)
+        plan(*arguments)
     assert said in caught.value.headline
     assert hint in caught.value.hint
 
@@ -190,7 +186,7 @@ def test_mistakes_are_answered_with_the_right_form(arguments: list[str], said: s
 def test_a_value_that_an_option_does_not_take_is_answered_with_those_it_does(
     option: tuple[str, str], said: str
 ) -> None:
-    done = CliRunner().invoke(app, ["plan", *TABLES, *RATE, *option])
+    done = call("plan", *TABLES, *RATE, *option)
     assert (done.exit_code, said in done.output) == (2, True), done.output
 
 
@@ -215,5 +211,5 @@ def test_a_bad_file_is_answered_with_an_example(content: str, said: str, tmp_pat
     file = tmp_path / "tables.json"
     file.write_text(content)
     with pytest.raises(ConfigError) as caught:
-        run("--tables", str(file), *BATCH)
+        plan("--tables", str(file), *BATCH)
     assert said in caught.value.headline

@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import OTHER_JOB, Stream, claim, commit, trim, write
+from tests.command import attempt
 from tests.fuzz.targets import resealed
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path, digest_files
@@ -292,33 +292,28 @@ def job_on_disk(root: Path) -> str:
     return f"file://{root}"
 
 
-def cli(*arguments: object) -> tuple[int, str]:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    return done.exit_code, done.output + str(done.exception or "")
-
-
 def test_the_command_line_shows_what_the_key_vouches_for_alone(tmp_path: Path, key: Path) -> None:
     uri = job_on_disk(tmp_path / "job")
     FileLog(tmp_path / "job").append_control(commit(1, 2).to_frame())
-    listed = json.loads(cli("list", uri, "--json")[1])
+    listed = json.loads(attempt("list", uri, "--json")[1])
     assert [row["marker"] for row in listed["markers"]] == ["1:1", "1:2"]
-    status, output = cli("list", uri, "--json", "--commit-key-file", key)
+    status, output = attempt("list", uri, "--json", "--commit-key-file", key)
     listed = json.loads(output)
     assert (status, [row["marker"] for row in listed["markers"]], listed["unsigned"]) == (0, ["1:1"], 1)
-    assert "1 records are not signed" in cli("list", uri, "--commit-key-file", key)[1]
-    assert cli("verify", uri, "--all", "--commit-key-file", key)[0] == 0
-    assert "marker 1:1" in cli("show", uri, "--commit-key-file", key)[1]
-    assert "not committed" in cli("show", uri, "--marker", "1:2", "--commit-key-file", key)[1]
-    doctored = cli("doctor", uri, "--json", "--commit-key-file", key)[1]
+    assert "1 records are not signed" in attempt("list", uri, "--commit-key-file", key)[1]
+    assert attempt("verify", uri, "--all", "--commit-key-file", key)[0] == 0
+    assert "marker 1:1" in attempt("show", uri, "--commit-key-file", key)[1]
+    assert "not committed" in attempt("show", uri, "--marker", "1:2", "--commit-key-file", key)[1]
+    doctored = attempt("doctor", uri, "--json", "--commit-key-file", key)[1]
     assert "1:1, step 10" in doctored
     assert KEY.hex() not in output + doctored
 
 
 def test_a_fence_that_a_signing_trainer_would_ignore_is_refused(tmp_path: Path, key: Path) -> None:
     uri = job_on_disk(tmp_path / "job")
-    status, told = cli("fence", uri, "--yes")
+    status, told = attempt("fence", uri, "--yes")
     assert status == 1
     assert "has a commit key" in told
-    assert cli("fence", uri, "--yes", "--commit-key-file", key)[0] == 0
+    assert attempt("fence", uri, "--yes", "--commit-key-file", key)[0] == 0
     fenced = Control(FileLog(tmp_path / "job"), key).refresh()
     assert (fenced.newest_generation, fenced.unsigned) == (2, 0)

@@ -5,19 +5,22 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from threading import Event
 from typing import Any
+from unittest.mock import patch
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, claim, commit, trim
-from tests.parts import FileLog, app
+from tests.command import ask, call, doctor, finish
+from tests.parts import Entry, FileLog, FolderObjects
 from tests.synthetic import Job
-from tests.unit.copied_job import check, copied, copied_offsets, image, key, offsets, recover, trainer
+from tests.unit.copied_job import check, copied, copied_offsets, image, keep, key, offsets, recover, trainer
+from torchrec_stream_ckpt.cli import verify
 from torchrec_stream_ckpt.cli.common import open_job
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -25,15 +28,19 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StoreUnavailableError,
     StreamLostError,
+    UnsupportedError,
 )
+from torchrec_stream_ckpt.find.find import Search, find
 from torchrec_stream_ckpt.find.job import Job as OpenedJob
+from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.inner import Control, Objects, open_store
+from torchrec_stream_ckpt.inner import Job as OpenJob
 from torchrec_stream_ckpt.log.control import copies
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.store.records import Copied, put_copy, read_copy
-from torchrec_stream_ckpt.util.layout import dense_name, partition_dir, segment_name
+from torchrec_stream_ckpt.store.records import Copied, damaged_copies, put_copy, read_copy
+from torchrec_stream_ckpt.util.layout import STORE_FILE, dense_name, partition_dir, segment_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.uris import parse_uri
 
@@ -297,7 +304,7 @@ def test_records_of_another_job_in_the_copy_are_not_used(root: Path) -> None:
 
 def test_doctor_says_how_much_is_copied(root: Path) -> None:
     def look() -> dict[str, str]:
-        done = CliRunner().invoke(app, ["doctor", f"file://{root}", "--json"])
+        done = call("doctor", f"file://{root}", "--json")
         (found,) = [each for each in json.loads(done.stdout) if each["check"].startswith("second copy")]
         return {key: str(value) for key, value in found.items()}
 
@@ -309,3 +316,327 @@ def test_doctor_says_how_much_is_copied(root: Path) -> None:
     os.truncate(root / "control.log", offsets(root)[5])
     assert look()["verdict"] == "bad"
     assert "stream-ckpt recover" in look()["hint"]
+
+
+# A control log that lost its end: its copy says so, nothing older is offered, and recovery puts it back.
+
+
+@pytest.mark.parametrize("left", [1, 3, 6])
+def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left: int) -> None:
+    before, path = image(root), root / "control.log"
+    entries = offsets(root)
+    os.truncate(path, entries[left] + 40 * (left == 3))  # also in the middle of a record
+    markers = {1: 5, 3: 3, 6: 1}[left]
+    said = f"the second copy has {7 - left} newer records, {markers} of them markers, up to 2:3"
+    with pytest.raises(CorruptionError, match=said) as no:
+        trainer(root).check_copy()
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
+    assert recover(root)["appended"] == 7 - left + 1
+    assert image(root) == before
+    check(root)
+
+
+def examined(root: Path) -> dict[str, tuple[str, str, str]]:
+    """Verdict, finding and hint of each check."""
+    found = doctor(f"file://{root}", "--store", root)[1]
+    return {name: (each["verdict"], each["found"], each["hint"]) for name, each in found.items()}
+
+
+def names_the_loss(root: Path, error: CorruptionError) -> None:
+    """``list`` and ``verify`` name a lost marker as a restore does."""
+    arguments = (f"file://{root}", "--store", str(root), "--json")
+    listed = finish("list", *arguments)
+    assert listed.stderr == f"Warning: {error.headline}\nTry: {error.hint}\n"
+    assert json.loads(listed.stdout)["markers"]
+    with patch.object(verify, "find_spec", return_value=None):  # the dense state is not a real one
+        for more in ([], ["--all"]):
+            done = call("verify", arguments[0], *more, *arguments[1:])
+            assert (done.exit_code, done.stderr) == (1, listed.stderr)
+            assert json.loads(done.stdout)[0]["marker"] == json.loads(listed.stdout)["markers"][-1]["marker"]
+        alone = finish("verify", *arguments, "--log")
+    assert str(call("verify", arguments[0], "2:3", *arguments[1:]).exception) == str(error)
+    assert (alone.exit_code, alone.stderr) == (0, "")
+
+
+def restore(root: Path) -> MarkerId:
+    """Return the marker that a restore finds, with the store in the log's folder."""
+    with closing(OpenJob.open(f"file://{root}", store=str(root))) as job:
+        job.control.refresh()
+        route = find(job, None, check_dense=lambda *_: None)
+        assert route is not None
+        return route.commit.id
+
+
+@pytest.mark.parametrize("lost", [1, 2])
+def test_a_marker_that_only_the_store_has_was_lost_by_the_log(tmp_path: Path, lost: int) -> None:
+    """No second copy knows it: the trainer kept its copy in another store, or died before it wrote it."""
+    root = copied(tmp_path, dense=True)
+    stores.fold(root)
+    for each in Copied.load(open_store(str(root)), JOB, key(root)).names:
+        open_store(str(root)).delete(each.name)
+    before = image(root)
+    assert restore(root) == MarkerId(2, 3)
+    os.truncate(root / "control.log", offsets(root)[-lost])
+    with pytest.raises(CorruptionError, match=r"the store holds marker 2:3, which is not in the log: the end") as no:
+        restore(root)
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in no.value.hint
+    told = examined(root)
+    assert told["store"] == ("bad", no.value.headline, no.value.hint)
+    names_the_loss(root, no.value)
+    recover(root)
+    assert restore(root) == MarkerId(2, 3)
+    assert image(root) == before
+    assert examined(root)["store"][0] == "ok"
+    with patch.object(verify, "find_spec", return_value=None):
+        whole = finish("verify", f"file://{root}", "--store", str(root))
+    assert (whole.exit_code, whole.stderr) == (0, "")
+
+
+def test_a_marker_that_is_committed_and_folded_meanwhile_was_not_lost(root: Path) -> None:
+    stores.fold(root)
+    rest, path = offsets(root)[-1], root / "control.log"
+    whole = path.read_bytes()
+    os.truncate(path, rest)
+    with closing(OpenJob.open(f"file://{root}", store=str(root))) as job:
+        job.control.refresh()
+        look = Search(TierState.read(job), job, check_dense=lambda *_: None)
+        look.choose(None)
+        path.write_bytes(whole)
+        look.check_known()
+
+
+class Late(FolderObjects):
+    """A store in which a trainer commits a marker, and copies it, as somebody is about to list it."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        self.before: Callable[[], object] = lambda: None
+
+    def list(self, prefix: str = "") -> Iterator[Entry]:
+        before, self.before = self.before, lambda: None
+        before()
+        return super().list(prefix)
+
+
+def test_what_a_trainer_appends_and_copies_meanwhile_was_not_lost(root: Path) -> None:
+    def commits() -> None:
+        FileLog(root).append_control(commit(2, 4, nonce="nonce-2").to_frame())
+        keep(root)
+
+    objects = Late(root)
+    control = trainer(root, objects=objects)
+    objects.before = commits
+    control.check_copy()
+    assert control.lineage.newest is not None
+    assert control.lineage.newest.id == MarkerId(2, 4)
+
+
+@pytest.mark.parametrize("verb", ["list", "show", "verify", "list --json", "watch --once", "watch --once --json"])
+def test_a_lost_end_is_said_once_with_what_puts_it_back(root: Path, verb: str) -> None:
+    name, *options = verb.split()
+    whole = call(name, f"file://{root}", *options)
+    assert "control partition was lost" not in whole.output
+    os.truncate(root / "control.log", offsets(root)[4])
+    # No line is wrapped.
+    said = call(name, f"file://{root}", *options, columns=1000)
+    assert said.output.count("the end of the log's control partition was lost: it ends at 1:2") == 1
+    assert "3 newer records, 3 of them markers, up to 2:3" in said.output
+    assert f"stream-ckpt recover file://{root} --store file://{root}" in said.output
+
+
+def test_a_fence_is_copied_at_once(root: Path) -> None:
+    assert ask("fence", f"file://{root}", "--yes")["copied"]
+    assert copied_offsets(root) == offsets(root)
+
+
+def test_a_fence_does_not_wait_for_a_store_and_says_that_it_is_not_copied(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaf, answers = Late(root), Event()
+    monkeypatch.setattr("torchrec_stream_ckpt.find.job.open_store", lambda *_: deaf)
+    monkeypatch.setattr("torchrec_stream_ckpt.cli.fence.STORE_S", 0.2)
+    deaf.before = lambda: answers.wait(60)
+    try:
+        assert not ask("fence", f"file://{root}", "--yes")["copied"]
+    finally:
+        answers.set()
+    assert copied_offsets(root) == offsets(root)[:-1]
+    assert Control(FileLog(root)).refresh().newest_generation == 3
+
+
+def test_a_log_that_lost_its_end_is_not_fenced_under_a_number_that_is_used(root: Path) -> None:
+    before = image(root)
+    os.truncate(root / "control.log", offsets(root)[3])
+    with pytest.raises(CorruptionError, match="control partition was lost"):
+        ask("fence", f"file://{root}", "--yes")
+    assert recover(root)["offered"][-1] == "2:3"
+    assert image(root) == before
+    assert ask("fence", f"file://{root}", "--yes")["generation"] == 4
+
+
+@pytest.mark.parametrize("folded", ["1:2", "2:3"])
+def test_a_log_that_lost_its_end_is_not_trimmed(root: Path, folded: str) -> None:
+    """A trim would take the second generation for a dead one, and its snapshot would take the copy's place."""
+    stores.fold(root, upto=MarkerId.parse(folded))
+    before, copied = image(root), copied_offsets(root)
+    rows = {path: path.read_bytes() for path in root.rglob("*.seg")}
+    os.truncate(root / "control.log", offsets(root)[4])
+    for options in (["--dry-run"], []):
+        done = call("trim", f"file://{root}", "--store", str(root), *options)
+        assert isinstance(done.exception, CorruptionError)
+        assert "control partition was lost" in str(done.exception)
+    assert copied_offsets(root) == copied
+    assert {path: path.read_bytes() for path in root.rglob("*.seg")} == rows
+    assert recover(root)["offered"][-1] == "2:3"
+    assert image(root) == before
+
+
+def test_rows_of_a_generation_that_the_control_log_does_not_know_are_its_lost_end(root: Path) -> None:
+    for name in Copied.load(
+        open_store(str(root)), JOB, key(root)
+    ).names:  # as of a job that began before there was a copy
+        open_store(str(root)).delete(name.name)
+    entries = offsets(root)
+    os.truncate(root / "control.log", entries[2])
+    with pytest.raises(CorruptionError, match=r"rows of generation 2, but control\.log ends at generation 1"):
+        check(root)
+
+
+def test_a_log_that_went_on_after_it_lost_its_end_is_not_joined(root: Path) -> None:
+    entries = offsets(root)
+    os.truncate(root / "control.log", entries[4])
+    FileLog(root).append_control(claim(3, nonce="another", incarnation="x").to_frame())
+    with pytest.raises(CorruptionError, match="control partition was lost"):
+        trainer(root).check_copy()
+    with pytest.raises(ConfigError, match="differs from its second copy"):
+        recover(root)
+    (root / "control.log").unlink()
+    assert recover(root)["offered"][-1] == "2:3"
+
+
+# Damage to the second copy of control records, and to ``STORE``: named, and repaired where that is provable.
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folded job whose control records are copied: one object for each record, and one for all but two of them."""
+    kept = copied(tmp_path, dense=True)
+    stores.fold(kept)
+    objects, log = open_store(str(kept)), key(kept)
+    for name in Copied.load(objects, JOB, log).names:
+        objects.delete(name.name)
+    entries = list(FileLog(kept).read_control())
+    put_copy(objects, JOB, log, 1, entries[:-2])
+    for each in entries[-2:]:
+        put_copy(objects, JOB, log, 1, [each])
+    assert damaged_copies(objects, JOB) == []
+    return kept
+
+
+def records(kept: Path) -> list[Path]:
+    return sorted((kept / "records").rglob("*-e*"))
+
+
+def flip(path: Path, place: int) -> bytes:
+    whole = path.read_bytes()
+    place %= len(whole)
+    path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
+    return whole
+
+
+def scrub(kept: Path, *more: str) -> tuple[int, list[dict[str, Any]]]:
+    done = finish("scrub", f"file://{kept}", "--store", str(kept), "--json", "--anew", *more)
+    damaged: list[dict[str, Any]] = json.loads(done.stdout)[0]["damaged"]
+    return done.exit_code, [each for each in damaged if each["name"].startswith("records/")]
+
+
+def verified(kept: Path) -> tuple[int, str]:
+    with patch.object(verify, "find_spec", return_value=None):  # the dense state is not a real one
+        done = finish("verify", f"file://{kept}", "--store", str(kept))
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize("number", [0, 2], ids=["many records", "one record"])
+@pytest.mark.parametrize("place", [0, 12, 60, -1], ids=["offset", "header", "payload", "end"])
+def test_a_flipped_byte_is_named_and_written_again_from_the_log(kept: Path, number: int, place: int) -> None:
+    path = records(kept)[number]
+    name = str(path.relative_to(kept))
+    whole = flip(path, place)
+    status, said = verified(kept)
+    assert status == 1
+    assert "the second copy of control records is damaged" in said
+    assert name in said
+    assert "--repair" in said
+    (damage,) = scrub(kept)[1]
+    assert (damage["name"], damage["state"]) == (name, "damaged")
+    (damage,) = scrub(kept, "--repair")[1]
+    assert (damage["name"], damage["state"], damage["source"]) == (name, "repaired", "the log")
+    assert path.read_bytes() == whole
+    assert (kept / "damaged" / name).exists()
+    assert verified(kept)[0] == 0
+    assert scrub(kept)[1] == []
+
+
+def test_what_the_log_cannot_prove_stays_and_is_named_with_the_command_that_helps(kept: Path) -> None:
+    """A merged object that was cut: it may have had fewer records. A record that the log has lost. Another log's."""
+    many, _, last = records(kept)
+    objects, before = open_store(str(kept)), {path: path.read_bytes() for path in records(kept)}
+
+    def is_lost(path: Path, why: str) -> None:
+        harmed = path.read_bytes()
+        (damage,) = scrub(kept, "--repair")[1]
+        assert damage["state"] == "lost"
+        assert why in damage["lost"]
+        assert "stream-ckpt recover URI --store URL" in damage["lost"]
+        assert path.read_bytes() == harmed
+        path.write_bytes(before.get(path, b""))
+
+    many.write_bytes(before[many][:-3])
+    is_lost(many, "it had other records than the log has at these offsets")
+    with (kept / "control.log").open("r+b") as control:
+        whole = control.read()
+        control.truncate(offsets(kept)[-1])
+    flip(last, 60)
+    is_lost(last, f"the log has no such record at offset {len(whole) - len(before[last]) + 8}")
+    (kept / "control.log").write_bytes(whole)
+    other = put_copy(objects, JOB, "0" * 8, 1, list(FileLog(kept).read_control()))
+    before[kept / other.name] = (kept / other.name).read_bytes()
+    flip(kept / other.name, 60)
+    is_lost(kept / other.name, "it is a copy of another log")
+    assert damaged_copies(objects, JOB) == []
+
+
+def test_the_first_object_of_an_epoch_is_copied_again_by_recover(kept: Path) -> None:
+    """Its offsets give only an order: the log has other records there."""
+    with closing(trainer(kept)) as control:
+        control.refresh()
+        assert control.copies is not None
+    for path in records(kept):
+        path.unlink()
+    recover(kept)
+    (path,) = records(kept)
+    flip(path, 60)
+    (damage,) = scrub(kept, "--repair")[1]
+    assert damage["state"] == "lost"
+    recover(kept)
+    assert verified(kept)[0] == 0
+
+
+@pytest.mark.parametrize("place", [0, 3, 10, 12])
+def test_a_format_of_which_one_byte_was_altered_is_put_back(kept: Path, place: int) -> None:
+    whole = flip(kept / STORE_FILE, place)
+    with pytest.raises(CorruptionError, match="does not state the format") as no:
+        scrub(kept)
+    assert "scrub URI --store URL --repair" in no.value.hint
+    assert scrub(kept, "--repair") == (0, []) or place == 10
+    assert (kept / STORE_FILE).read_bytes() == whole
+    assert (kept / "damaged" / STORE_FILE).exists()
+
+
+@pytest.mark.parametrize("said", [b'{"format": 5}', b'{"fXrmat": 5}', b'{"format": 1', b"", b'{"format": 12}'])
+def test_a_format_that_may_be_a_newer_ones_is_left_alone(kept: Path, said: bytes) -> None:
+    (kept / STORE_FILE).write_bytes(said)
+    with pytest.raises((CorruptionError, UnsupportedError), match="format") as no:
+        scrub(kept, "--repair")
+    assert '{"format": 1}' in no.value.hint
+    assert (kept / STORE_FILE).read_bytes() == said

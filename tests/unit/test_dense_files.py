@@ -19,7 +19,7 @@ NAMES = (".metadata", "__0_0.distcp")
 
 
 @pytest.fixture
-def made(tmp_path: Path) -> Commit:
+def on_disk(tmp_path: Path) -> Commit:
     folder = dense_path(tmp_path, commit(1, 1))
     folder.mkdir(parents=True)
     for name in NAMES:
@@ -48,8 +48,8 @@ def _same_size(file: Path) -> None:
     file.write_bytes(b"x" * file.stat().st_size)
 
 
-def test_what_was_committed_is_whole(made: Commit, tmp_path: Path) -> None:
-    DenseFolder(tmp_path).verify(made)
+def test_what_was_committed_is_whole(on_disk: Commit, tmp_path: Path) -> None:
+    DenseFolder(tmp_path).verify(on_disk)
 
 
 @pytest.mark.parametrize(
@@ -64,18 +64,18 @@ def test_what_was_committed_is_whole(made: Commit, tmp_path: Path) -> None:
 )
 @pytest.mark.timeout(120)
 def test_anything_else_is_refused_with_its_path(
-    damage: Callable[[Path], None], said: str, made: Commit, tmp_path: Path
+    damage: Callable[[Path], None], said: str, on_disk: Commit, tmp_path: Path
 ) -> None:
-    file = dense_path(tmp_path, made) / NAMES[1]
+    file = dense_path(tmp_path, on_disk) / NAMES[1]
     damage(file)
     with pytest.raises(CorruptionError, match=said) as caught:
-        DenseFolder(tmp_path).verify(made)
+        DenseFolder(tmp_path).verify(on_disk)
     assert str(file) in str(caught.value)
     assert ("--give-up" if "altered" in caught.value.message else "check --store") in caught.value.hint
 
 
 @pytest.mark.parametrize("name", ["../escape", "", "..", "a/b", "a\nb"])
-def test_a_name_that_leads_outside_is_refused(name: str, made: Commit, tmp_path: Path) -> None:
-    planted = commit(1, 1, dense_files=(*made.dense_files, DenseFile(name, 1, "0" * 64)))
+def test_a_name_that_leads_outside_is_refused(name: str, on_disk: Commit, tmp_path: Path) -> None:
+    planted = commit(1, 1, dense_files=(*on_disk.dense_files, DenseFile(name, 1, "0" * 64)))
     with pytest.raises(CorruptionError, match="outside the dense directory"):
         DenseFolder(tmp_path).verify(planted)

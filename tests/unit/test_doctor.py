@@ -7,19 +7,21 @@ import os
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import claim, commit
-from tests.parts import FileLog, app
+from tests.command import ask, call, doctor
+from tests.parts import FileLog, FolderObjects
 from tests.stores import History, contents
 from tests.unit.folded_job import folded_job, store_of
-from torchrec_stream_ckpt.errors import MarkerNotFoundError
+from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableError
 from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.log.api import Finding, Severity
 from torchrec_stream_ckpt.log.disk import examine_folder, file_system
-from torchrec_stream_ckpt.log.kafka.health import examine_topic
+from torchrec_stream_ckpt.log.kafka.health import BROKER_DEFAULTS, examine_new_topics, examine_topic
+from torchrec_stream_ckpt.log.kafka.settings import NEW_TOPIC_SETTINGS
 
 SAFE = {
     "max.message.bytes": "1048588",
@@ -114,7 +116,7 @@ def test_a_store_is_asked_whether_it_refuses_names_that_are_taken(tmp_path: Path
         ([], []),
         (["--store", str(store_of(job))], [f"file://{store_of(job)} refuses a name that exists"]),
     ):
-        found = json.loads(CliRunner().invoke(app, ["doctor", f"file://{job.root}", *store, "--json"]).stdout)
+        found = ask("doctor", f"file://{job.root}", *store, status=None)
         assert [each["found"] for each in found if each["check"] == "conditional puts"] == said
     assert contents(open_store(str(store_of(job)))) == before
 
@@ -123,12 +125,12 @@ def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: P
     log = FileLog(tmp_path)
     incarnation = log.prepare(1)
     log.append_control(claim(1, incarnation=incarnation.id, time_s=time.time() + 3600).to_frame())
-    before = json.loads(CliRunner().invoke(app, ["doctor", f"file://{tmp_path}", "--json"]).stdout)
+    before = ask("doctor", f"file://{tmp_path}", status=None)
     verdicts = {finding["check"]: finding["verdict"] for finding in before}
     assert verdicts["newest marker"] == "warning"  # none yet
     assert verdicts["clock"] == "warning"
     log.append_control(commit(1, 1).to_frame())
-    done = CliRunner().invoke(app, ["doctor", f"file://{tmp_path}"])
+    done = call("doctor", f"file://{tmp_path}")
     assert done.exit_code == 1
     assert "Try: bring back the missing data" in done.output
 
@@ -136,12 +138,12 @@ def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: P
 def test_a_store_of_another_job_is_named_by_doctor_and_verify(tmp_path: Path) -> None:
     History(tmp_path / "job").generation(1, [1])
     uri, other = f"file://{tmp_path}/job", f"file://{tmp_path}/other"
-    done = CliRunner().invoke(app, ["doctor", uri, "--store", other, "--json"])
+    done = call("doctor", uri, "--store", other, "--json")
     found = {each["check"]: each for each in json.loads(done.stdout)}
     assert found["store"]["found"].startswith("the store holds nothing of this job")
     assert found["store"]["hint"].startswith("check --store, or omit it: the job keeps its markers in ")
     assert "second copy of control records" not in found
-    refused = CliRunner().invoke(app, ["verify", uri, "--store", other])
+    refused = call("verify", uri, "--store", other)
     assert isinstance(refused.exception, MarkerNotFoundError)
     assert str(refused.exception).startswith("the store holds nothing of this job")
 
@@ -152,8 +154,118 @@ def test_doctor_and_list_agree_about_what_can_be_restored(tmp_path: Path) -> Non
     shutil.rmtree(store_of(job))
     first = min(job.root.glob("data/p00000/*.seg"))
     first.unlink()
-    rows = json.loads(CliRunner().invoke(app, ["list", f"file://{job.root}", "--json"]).stdout)["markers"]
+    rows = ask("list", f"file://{job.root}", status=None)["markers"]
     assert [row["restorable"] for row in rows] == [False] * 4
     arguments = ["doctor", f"file://{job.root}", "--store", str(job.root), "--json"]
-    found = {each["check"]: each for each in json.loads(CliRunner().invoke(app, arguments).stdout)}
+    found = {each["check"]: each for each in json.loads(call(*arguments).stdout)}
     assert "without it no marker can be restored" in found["newest marker"]["hint"]
+
+
+# ``stream-ckpt doctor --new`` tries a place before a job begins there, and leaves nothing.
+
+
+Found = dict[str, dict[str, Any]]
+
+
+def examine(*arguments: object) -> tuple[int, Found]:
+    return doctor(*arguments, "--new")
+
+
+def files_below(folder: Path) -> list[Path]:
+    return sorted(folder.rglob("*"))
+
+
+def test_a_place_for_a_log_and_its_store_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    status, found = examine(f"file://{tmp_path}/deep/er/log", "--store", tmp_path / "store")
+    assert status == 0
+    assert f"{tmp_path} is examined instead" in found["log: folder"]["found"]
+    for place in ("log", "store"):
+        for check in ("rights", "file system", "free space", "sync", "objects", "write speed"):
+            assert f"{place}: {check}" in found
+    assert found["store: conditional puts"]["found"] == "a name that exists is refused"
+    assert "log: conditional puts" not in found
+    assert "run this on each node" in found["not tried: other nodes"]["found"]
+    assert files_below(tmp_path) == []
+
+
+def test_a_store_inside_the_log_is_tried_once(tmp_path: Path) -> None:
+    status, found = examine(f"file://{tmp_path}/log")
+    assert status == 0
+    assert found["log: conditional puts"]["verdict"] == "ok"
+    assert {check for check in found if check.startswith("store")} == {"store"}
+    assert files_below(tmp_path) == []
+
+
+def test_a_uri_that_holds_a_job_is_bad_and_nothing_is_tried_there(tmp_path: Path) -> None:
+    job = folded_job(tmp_path / "log")
+    before = contents(open_store(str(store_of(job)))), files_below(job.root)
+    status, found = examine(f"file://{job.root}", "--store", store_of(job))
+    assert status == 1
+    assert found.keys() == {"log", "versions"}
+    assert found["log"]["verdict"] == "bad"
+    assert "its newest marker is 1:4" in found["log"]["found"]
+    assert "omit --new" in found["log"]["hint"]
+    assert (contents(open_store(str(store_of(job)))), files_below(job.root)) == before
+
+
+def test_a_log_with_a_claim_alone_holds_a_job_too(tmp_path: Path) -> None:
+    log = FileLog(tmp_path)
+    log.append_control(claim(1, incarnation=log.prepare(1).id).to_frame())
+    status, found = examine(f"file://{tmp_path}")
+    assert (status, "it has no marker" in found["log"]["found"]) == (1, True)
+
+
+def test_the_store_of_a_lost_log_is_bad(tmp_path: Path) -> None:
+    job = folded_job(tmp_path / "log")
+    for path in sorted(job.root.rglob("*"), reverse=True):
+        if not path.is_relative_to(store_of(job)):
+            path.unlink() if path.is_file() else None
+    store = store_of(job)
+    assert examine(f"file://{tmp_path}/new", "--store", store)[1]["store"]["found"].endswith("holds 1 other job")
+    (store / "STORE").unlink()
+    status, found = examine(f"file://{tmp_path}/new", "--store", store)
+    assert (status, found["store"]["verdict"]) == (1, "bad")
+    assert "the object 'STORE'" in found["store"]["found"]
+
+
+def test_a_store_that_may_not_be_written_is_bad(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreUnavailableError("permission denied", hint="grant s3:PutObject", store="s3://b/p")
+
+    def refuse_too(*_: object) -> None:
+        raise StoreUnavailableError("nothing may be deleted either", store="s3://b/p")
+
+    monkeypatch.setattr(FolderObjects, "put", refuse)
+    monkeypatch.setattr(FolderObjects, "delete", refuse_too)
+    status, found = examine(f"file://{tmp_path}/log")
+    assert status == 1
+    assert (found["log: objects"]["verdict"], found["log: objects"]["hint"]) == ("bad", "grant s3:PutObject")
+
+
+def test_a_place_without_a_log_leads_to_new(tmp_path: Path) -> None:
+    done = call("doctor", f"file://{tmp_path}/log")
+    assert f"stream-ckpt doctor file://{tmp_path}/log --new" in str(done.exception)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "verdict"),
+    [
+        ("max.message.bytes", "900000", "bad"),
+        ("segment.bytes", "500000", "bad"),
+        ("min.insync.replicas", "4", "bad"),
+        ("min.insync.replicas", "1", "warning"),
+        ("unclean.leader.election.enable", "true", "bad"),
+    ],
+)
+def test_a_default_of_the_brokers_that_endangers_new_topics_is_named(setting: str, value: str, verdict: str) -> None:
+    good = {
+        "max.message.bytes": "1048588",
+        "segment.bytes": "1073741824",
+        "min.insync.replicas": "2",
+        "unclean.leader.election.enable": "false",
+        **NEW_TOPIC_SETTINGS,
+    }
+    assert {str(each.verdict) for each in examine_new_topics(good, 3)} == {"ok"}
+    (bad,) = [each for each in examine_new_topics({**good, setting: value}, 3) if each.hint]
+    assert (bad.check, bad.found, str(bad.verdict)) == (f"new topics: {setting}", value, verdict)
+    assert f"change {BROKER_DEFAULTS[setting]} of the brokers" in bad.hint

@@ -12,7 +12,7 @@ import pytest
 from tests.sampled import sampled
 from tests.unit.evolve_oracle import Array, Table, evolved_dense, evolved_tables
 from tests.unit.evolve_pairs import Draw, Pair, pair
-from tests.unit.test_evolve_messages import pasted
+from tests.unit.test_evolve_files import pasted
 from torchrec_stream_ckpt import Changes, DenseChanges, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution, evolve

@@ -88,38 +88,30 @@ OF_STORES = ("store.upload", "materialize.dense", "restore.chunk", "dense.put", 
 def test_trainers_trims_and_materializers_are_killed_at_every_point() -> None:
     from tests.faults import kills, materializer
     from tests.processes import (
-        test_copies_kills,
-        test_gc_kills,
-        test_head_kills,
         test_scrub_kills,
-        test_snapshots_kills,
-        test_tiers_kills,
+        test_step_kills,
     )
     from tests.unit import (
         test_marker_names,
         test_marker_values,
+        test_mending,
         test_proof_checker,
-        test_repairs,
+        test_read_back,
         test_store_walk,
-        test_taking_back,
         test_trim,
     )
 
     names = compiled_in()
     in_units = (
-        test_copies_kills,
+        test_step_kills,
         test_marker_names,
         test_marker_values,
         test_trim,
-        test_snapshots_kills,
-        test_gc_kills,
-        test_head_kills,
-        test_tiers_kills,
-        test_repairs,
+        test_mending,
         test_scrub_kills,
         test_store_walk,
         test_proof_checker,
-        test_taking_back,
+        test_read_back,
     )
     killed = {*kills.POINTS, *materializer.POINTS, *(point for each in in_units for point in each.POINTS)}
     killed |= {"recover.append", "recover.trim"}  # by test_recover

@@ -379,7 +379,7 @@ def test_most_of_what_tests_import_is_public_vocabulary_or_on_a_page() -> None:
     asked = re.compile(rf"^\s*(?:from|import) {PACKAGE}\.?([\w.]*)", re.MULTILINE)
     files = sorted((ROOT.parent / "tests").rglob("test_*.py"))
     outside = [path.name for path in files if set(asked.findall(path.read_text())) <= {"", "errors", "inner", *allowed}]
-    assert len(outside) >= 150, len(outside)
+    assert len(outside) >= len(files) / 3, len(outside)
 
 
 def test_no_file_has_more_than_800_lines() -> None:

@@ -86,16 +86,21 @@ def test_a_long_span_is_read_with_large_pages_and_without(
     assert read(log, len(frames[0]), sum(map(len, frames[:3]))) == frames[1:3]
 
 
-def test_a_missing_segment_in_the_middle_is_refused(
-    log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def write_with_a_hole(log: FileLog, frames: list[bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Write each frame into a segment of its own, and delete the second one."""
     monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
     writer = log.open_writer(1, 0, 0)
     for frame in frames:
         writer.send(memoryview(frame))
         writer.poll(5)
     writer.close()
-    (tmp_path / "data" / "p00000" / segment_name(1, len(frames[0]))).unlink()
+    (log.uri.directory / "data" / "p00000" / segment_name(1, len(frames[0]))).unlink()
+
+
+def test_a_missing_segment_in_the_middle_is_refused(
+    log: FileLog, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_with_a_hole(log, frames, monkeypatch)
     with pytest.raises(CorruptionError, match=f"bytes {len(frames[0])} to .* of the log are missing"):
         read(log, 0, sum(map(len, frames)))
 
@@ -300,15 +305,9 @@ def test_a_writer_does_not_go_on_behind_acknowledged_bytes_that_are_gone(
 
 
 def test_a_writer_does_not_go_on_behind_a_hole_in_the_middle(
-    log: FileLog, tmp_path: Path, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
+    log: FileLog, frames: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 1)
-    writer = log.open_writer(1, 0, 0)
-    for frame in frames[:3]:
-        writer.send(memoryview(frame))
-        writer.poll(5)
-    writer.close()
-    (tmp_path / "data" / "p00000" / segment_name(1, len(frames[0]))).unlink()
+    write_with_a_hole(log, frames[:3], monkeypatch)
     end = sum(map(len, frames[:3]))
     with pytest.raises(StreamLostError, match=rf"acknowledged bytes \[{len(frames[0])}, {end}\)"):
         log.open_writer(1, 0, end)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
+from tests.command import call, run
 from tests.evolved import EvolvingJob, random_schema
-from tests.parts import Policy, UpdateKind, app
+from tests.parts import Policy, UpdateKind
 from tests.stores import fold
 from tests.unit.test_proof_checker import ROUND, SCHEMA
 from torchrec_stream_ckpt import FollowedTables, follow
@@ -239,9 +239,9 @@ def test_a_serving_stream_publishes_nothing_that_is_not_as_it_was_proved(
     losing.commit()
     out = f"file://{tmp_path / 'out'}"
     arguments = ["follow", f"file://{losing.root}", "--once", "--serve", out, "--encoding", encoding]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    run(*arguments)
     lose(losing)
-    done = CliRunner().invoke(app, arguments)
+    done = call(*arguments)
     assert isinstance(done.exception, ProofMismatchError)
     assert "start it again" in done.exception.hint
     with follow(out, scratch=tmp_path) as replica:

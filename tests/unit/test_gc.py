@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import random
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.parts import GcRules, Materializer, Policy, Retention, arm, collect, open_dense
+from tests.parts import FolderObjects, GcRules, Materializer, Policy, Retention, arm, collect, open_dense
 from tests.sampled import sampled
 from tests.stores import History
 from tests.unit.gc_history import ALWAYS, HOUR, NEVER, SPANS, branched, check_whole, gc, names, offered, plain, rules
@@ -22,10 +25,13 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StoreUnavailableError,
 )
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain.gc.gc import plan_gc
+from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
 from torchrec_stream_ckpt.maintain.gc.inventory import take_inventory
-from torchrec_stream_ckpt.util.layout import dense_file_name, manifest_name
+from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
+from torchrec_stream_ckpt.util.layout import dense_file_name, manifest_name, parse_fold_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size
 
@@ -340,3 +346,114 @@ def test_a_run_that_reads_no_clock_of_an_earlier_one_says_that_nothing_gets_olde
     done = gc(history, rules(3600.0, newest=1), pool, host="boot 2", now_s=2e6 + 3600.0)
     assert done.now
     assert done.stands_still == ""
+
+
+# gc on a disk that is full: it deletes what is due, though it has no room for its own records.
+
+
+RULES = rules(HOUR, newest=3, compact=True)
+LATER = 1e6 + 2 * HOUR
+
+
+class Small(FolderObjects):
+    """On a disk without room: an object takes a block, and gives it back when it is deleted."""
+
+    number = errno.ENOSPC
+    free = 0
+
+    def _put(self, path: Path, parts: Sequence[Buffer], name: Callable[[Path, Path], bool]) -> bool:
+        if not self.free:
+            raise OSError(self.number, os.strerror(self.number))
+        self.free -= 1
+        return super()._put(path, parts, name)
+
+    def delete(self, name: str) -> None:
+        self.free += self.size(name) is not None
+        super().delete(name)
+
+
+class Crowded(Small):
+    """Others take each block that is given back."""
+
+    def delete(self, name: str) -> None:
+        super().delete(name)
+        self.free = 0
+
+
+def run(history: stores.History, small: Small, pool: Executor) -> GcPlan:
+    return collect(small, None, history.lineage.job, RULES, pool, lambda: {"a host": LATER})
+
+
+def awaiting(folder: Path, pool: Executor) -> tuple[stores.History, set[str]]:
+    """A history with objects that a second run of gc would delete, and their names."""
+    history = plain(folder)
+    due = {entry.name for entry in gc(history, RULES, pool, now_s=1e6).later}
+    history.generation(2, [7, 8], "1:6")
+    stores.fold(folder)
+    assert due
+    return history, due
+
+
+def check_deleted(history: stores.History, due: set[str], error: StoreUnavailableError) -> None:
+    assert f"{len(due)} objects that were due are deleted" in error.message
+    assert not due & stores.contents(history.objects).keys()
+    assert check_whole(history) == names("1:4", "1:5", "1:6", "2:7", "2:8")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_what_is_due_makes_room_for_the_next_run(number: int, tmp_path: Path, pool: Executor) -> None:
+    history, due = awaiting(tmp_path, pool)
+    small = Small(tmp_path)
+    small.number = number
+    with pytest.raises(StoreUnavailableError, match=f"no room for its records: .*{os.strerror(number)}") as told:
+        run(history, small, pool)
+    check_deleted(history, due, told.value)
+    assert told.value.hint.startswith("run gc again")
+    done = run(history, small, pool)
+    assert set(done.dropping) == names("1:4", "1:5")
+    assert check_whole(history) == set(done.kept) == names("1:6", "2:7", "2:8")
+
+
+def test_where_nothing_is_due_it_says_what_can_be_deleted_by_hand(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path)
+    before = stores.contents(history.objects)
+    with pytest.raises(StoreUnavailableError, match="No space left on device; nothing was due") as told:
+        run(history, Small(tmp_path), pool)
+    assert "delete summaries/ and readings/ of this store" in told.value.hint
+    assert stores.contents(history.objects) == before
+
+
+def test_another_error_of_a_disk_ends_gc_before_anything_goes(tmp_path: Path, pool: Executor) -> None:
+    history, due = awaiting(tmp_path, pool)
+    small = Small(tmp_path)
+    small.number = errno.EIO
+    with pytest.raises(StoreUnavailableError, match=r"cannot write it: Input/output error"):
+        run(history, small, pool)
+    assert due <= stores.contents(history.objects).keys()
+    assert offered(history) == names("1:4", "1:5", "1:6", "2:7", "2:8")
+
+
+def test_what_is_due_goes_though_others_take_the_room(tmp_path: Path, pool: Executor) -> None:
+    history, due = awaiting(tmp_path, pool)
+    with pytest.raises(StoreUnavailableError, match="gc has no room for its records") as told:
+        run(history, Crowded(tmp_path), pool)
+    check_deleted(history, due, told.value)
+    assert told.value.hint.endswith("unless others have taken it")
+
+
+def test_segments_of_a_fold_that_is_there_stay(tmp_path: Path, pool: Executor) -> None:
+    history = plain(tmp_path, policy=ALWAYS)
+    part = next(entry.name for entry in history.objects.list("segments/") if parse_fold_segment(entry.name) is not None)
+    history.objects.put(needless := "verdicts/needless", [b""])
+    small = Small(tmp_path)
+    assert delete_all(small, [[part], [needless, "verdicts/gone"]], pool) == {part}
+    assert small.size(part) is not None
+    assert small.size(needless) is None
+
+
+def test_what_may_not_be_deleted_is_named(tmp_path: Path, pool: Executor) -> None:
+    small = Small(tmp_path)
+    (tmp_path / "segments" / "b").mkdir(parents=True)  # nobody deletes that, whoever runs this
+    with pytest.raises(StoreUnavailableError, match="cannot delete it: Is a directory") as told:
+        delete_all(small, [["segments/a", "segments/b"]], pool)
+    assert str(told.value.where["path"]) == str(tmp_path / "segments" / "b")

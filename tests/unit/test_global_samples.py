@@ -174,18 +174,25 @@ def test_workers_of_a_stream_take_batches_in_turn_and_see_where_the_next_pass_be
     assert found + job([after], None) == whole
 
 
-def test_batches_of_a_loader_without_a_position_are_counted_and_skipped() -> None:
-    def plain() -> TrackedLoader[Any]:
-        return TrackedLoader(DataLoader(Numbered(10), batch_size=3, collate_fn=listed), skip=True)
+def counted(limit: int | None = None) -> TrackedLoader[Any]:
+    """A loader without a position."""
+    return TrackedLoader(DataLoader(Numbered(10), batch_size=3, collate_fn=listed), skip=True, limit=limit)
 
-    whole = list(trained(plain()))
+
+@pytest.mark.parametrize("limit", [None, 2])
+def test_batches_of_a_loader_without_a_position_are_counted_and_skipped(limit: int | None) -> None:
+    whole = list(trained(counted(limit)))
+    assert len(whole) == EPOCHS * (limit or 4)
     for stop in range(len(whole) + 1):
-        before, after = plain(), plain()
+        before, after = counted(limit), counted(limit)
         found = list(itertools.islice(trained(before), stop))
         after.load_state_dict(before.state_dict())
         assert found + list(trained(after)) == whole
+
+
+def test_a_position_after_the_end_of_a_shorter_loader_is_refused() -> None:
     shorter = TrackedLoader(DataLoader(Numbered(3), batch_size=3, collate_fn=listed), skip=True)
-    before = plain()
+    before = counted()
     list(itertools.islice(trained(before), 2))
     shorter.load_state_dict(before.state_dict())
     with pytest.raises(ConfigError, match="the marker's position is after 2 batches of a pass, but this loader has 1"):
@@ -304,17 +311,7 @@ def test_a_limit_is_that_of_an_epoch_and_a_resumed_one_trains_what_is_left(first
         assert before + job(loaders, None, ahead) == whole
 
 
-def test_a_limit_holds_for_counted_batches_too() -> None:
-    def plain() -> TrackedLoader[Any]:
-        return TrackedLoader(DataLoader(Numbered(10), batch_size=3, collate_fn=listed), skip=True, limit=2)
-
-    whole = list(trained(plain()))
-    assert len(whole) == 2 * EPOCHS
-    for stop in range(len(whole) + 1):
-        before, after = plain(), plain()
-        found = list(itertools.islice(trained(before), stop))
-        after.load_state_dict(before.state_dict())
-        assert found + list(trained(after)) == whole
+def test_a_limit_that_cannot_hold_is_refused() -> None:
     with pytest.raises(ConfigError, match="limit must be at least 1"):
         TrackedLoader(DataLoader(Numbered(10)), skip=True, limit=0)
     with pytest.raises(ConfigError, match="cannot account for limit="):

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import JOB
-from tests.parts import app
+from tests.command import run
 from tests.unit.warm_head import Warm, whole
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
@@ -172,8 +171,7 @@ def test_the_service_keeps_one_when_it_is_told_to(warmed: Warm) -> None:
     warmed.markers(2)
     store, head = warmed.root.with_name("served"), warmed.root
     arguments = ["materialize", f"file://{warmed.log_dir}", "--store", str(store), "--once", "--head", str(head)]
-    done = CliRunner().invoke(app, arguments)
-    assert done.exit_code == 0, done.output
+    run(*arguments)
     warmed.check(MarkerId(1, 2))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import zipfile
 from pathlib import Path
@@ -10,9 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from tests.parts import app
+from tests.command import ask
 from torchrec_stream_ckpt import Changes, ModelSchema, open_marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
@@ -33,14 +31,9 @@ def state(**more: Any) -> dict[str, Any]:
     return {"model": model, "optim": {"state": fused | dense, "param_groups": [{"lr": 0.1}]}, "epoch": 2, **more}
 
 
-def run(folder: Path, *arguments: str, source: Path | None = None) -> Any:
+def imported(folder: Path, *arguments: str, source: Path | None = None) -> Any:
     source = source if source is not None else folder / "model.pt"
-    given = ["import", f"--from=torch://{source}", f"--to=file://{folder}/log", *arguments, "--json"]
-    done = CliRunner().invoke(app, given)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return json.loads(done.stdout)
+    return ask("import", f"--from=torch://{source}", f"--to=file://{folder}/log", *arguments)
 
 
 def save(folder: Path, value: Any, **how: Any) -> Path:
@@ -50,7 +43,7 @@ def save(folder: Path, value: Any, **how: Any) -> Path:
 
 def test_what_is_there_is_taken_and_the_rest_is_named(tmp_path: Path) -> None:
     save(tmp_path, state())
-    found = run(tmp_path, *ROWWISE, "--step=7")
+    found = imported(tmp_path, *ROWWISE, "--step=7")
     assert (found["marker"], found["step"], found["tables"], found["rows"]) == ("1:1", 7, ["ebc.t_user"], 6)
     assert (found["dense"], found["dense_states"], found["without_states"]) == (1, 3, [])
     assert found["not_taken"] == ["epoch", "optim.param_groups"]
@@ -58,7 +51,7 @@ def test_what_is_there_is_taken_and_the_rest_is_named(tmp_path: Path) -> None:
 
 def test_states_are_left_where_weights_alone_are_asked_for(tmp_path: Path) -> None:
     save(tmp_path, state())
-    found = run(tmp_path, "--optimizer=none", *ROWWISE[1:])
+    found = imported(tmp_path, "--optimizer=none", *ROWWISE[1:])
     assert found["without_states"] == ["ebc.t_user"]
     assert f"optim.state.{WEIGHT}.t_user.momentum1" in found["not_taken"]
 
@@ -100,7 +93,7 @@ def spoil(path: Path, how: str) -> None:
 def test_bytes_that_are_not_as_they_were_saved_are_refused(tmp_path: Path, how: str, said: str) -> None:
     spoil(save(tmp_path, state()), how)
     with pytest.raises(StreamCkptError, match=said):
-        run(tmp_path, *ROWWISE)
+        imported(tmp_path, *ROWWISE)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
@@ -108,7 +101,7 @@ def test_nothing_that_is_pickled_is_run(tmp_path: Path) -> None:
     for how in ({}, {"_use_new_zipfile_serialization": False}):
         save(tmp_path, state(config=Code(tmp_path / "made")), **how)
         with pytest.raises(StreamCkptError, match=r"(posix|nt)\.mkdir; none of them was run" if not how else "pickle"):
-            run(tmp_path, *ROWWISE)
+            imported(tmp_path, *ROWWISE)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
@@ -155,7 +148,7 @@ def test_what_does_not_fit_is_named_before_a_byte_is_written(
 ) -> None:
     save(tmp_path, value)
     with pytest.raises(StreamCkptError, match=said):
-        run(tmp_path, *arguments)
+        imported(tmp_path, *arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["model.pt"]
 
 
@@ -163,23 +156,23 @@ def test_files_of_ranks_are_numbered_and_agree(tmp_path: Path) -> None:
     ranks = tmp_path / "ranks"
     ranks.mkdir()
     with pytest.raises(ConfigError, match="one file for each rank from 0, found nothing"):
-        run(tmp_path, *ROWWISE, source=ranks)
+        imported(tmp_path, *ROWWISE, source=ranks)
     torch.save(state(), ranks / "rank0.pt")
     torch.save(state(), ranks / "rank2.pt")
     with pytest.raises(ConfigError, match=r"rank0.pt, rank2.pt"):
-        run(tmp_path, *ROWWISE, source=ranks)
+        imported(tmp_path, *ROWWISE, source=ranks)
     (ranks / "rank2.pt").unlink()
     other = state()
     other["model"][HEAD] = torch.full((1, 4), 2.0)
     torch.save(other, ranks / "rank1.pt")
     with pytest.raises(ConfigError, match=r"model.head.weight differs between rank1.pt"):
-        run(tmp_path, *ROWWISE, source=ranks)
+        imported(tmp_path, *ROWWISE, source=ranks)
     assert not (tmp_path / "log").exists()
-    assert run(tmp_path, *ROWWISE, "--of-rank0=model.head.weight", source=ranks)["marker"] == "1:1"
+    assert imported(tmp_path, *ROWWISE, "--of-rank0=model.head.weight", source=ranks)["marker"] == "1:1"
     other["model"][WEIGHT] = torch.zeros(6, 4)
     torch.save(other, ranks / "rank1.pt")
     with pytest.raises(ConfigError, match=r"t_user.weight differs between.*\n.*as ShardedTensors"):
-        run(tmp_path, *ROWWISE, "--of-rank0=model.head.weight", source=ranks)
+        imported(tmp_path, *ROWWISE, "--of-rank0=model.head.weight", source=ranks)
 
 
 def schema(folder: Path, *tables: TableSpec, kind: str = "Adam", head: str = HEAD) -> str:
@@ -194,9 +187,9 @@ def test_all_differences_are_said_at_once_and_what_is_pasted_accepts_them(tmp_pa
     city = TableSpec("ebc.t_city", 5, 4, "float32", "exact_rowwise_adagrad", (SUM,))
     given = schema(tmp_path, user, city, kind="Adagrad", head="top.weight")
     with pytest.raises(ConfigError, match="no sharded table with the state"):
-        run(tmp_path, *ROWWISE[:2], given)  # without the key of the optimizer all states would be left out
+        imported(tmp_path, *ROWWISE[:2], given)  # without the key of the optimizer all states would be left out
     with pytest.raises(SchemaMismatchError) as refused:
-        run(tmp_path, *ROWWISE, given)
+        imported(tmp_path, *ROWWISE, given)
     said = str(refused.value)
     assert not (tmp_path / "log").exists()
     for each in (
@@ -207,7 +200,7 @@ def test_all_differences_are_said_at_once_and_what_is_pasted_accepts_them(tmp_pa
     ):
         assert each in said
     (tmp_path / "c.toml").write_text(said.split("in a TOML file:\n")[1].split("\n# ")[0])
-    found = run(tmp_path, *ROWWISE, given, f"--changes={tmp_path}/c.toml")
+    found = imported(tmp_path, *ROWWISE, given, f"--changes={tmp_path}/c.toml")
     assert any("rows 6 -> 9" in line for line in found["becomes"])
     assert Changes.load(tmp_path / "c.toml").added == ("ebc.t_city",)
 
@@ -216,9 +209,9 @@ def test_states_of_another_dense_optimizer_are_not_put_into_this_one(tmp_path: P
     save(tmp_path, state())
     given = schema(tmp_path, TableSpec("ebc.t_user", 6, 4, "float32", "exact_rowwise_adagrad", (SUM,)), kind="Adagrad")
     with pytest.raises(SchemaMismatchError, match="Adagrad here; the marker has exp_avg, exp_avg_sq, step for 'head"):
-        run(tmp_path, *ROWWISE, given)
+        imported(tmp_path, *ROWWISE, given)
     (tmp_path / "c.toml").write_text('[dense.optimizer]\noptimizer0 = "Adagrad"\n')
-    found = run(tmp_path, *ROWWISE, given, f"--changes={tmp_path}/c.toml")
+    found = imported(tmp_path, *ROWWISE, given, f"--changes={tmp_path}/c.toml")
     assert "dense head.weight: state is reset; value exact, state fresh" in found["becomes"]
 
 
@@ -227,7 +220,7 @@ def test_a_damaged_rank_file_is_a_corruption(tmp_path: Path) -> None:
     torch.save(state(), tmp_path / "ranks" / "rank0.pt")
     (tmp_path / "ranks" / "rank1.pt").write_bytes((tmp_path / "ranks" / "rank0.pt").read_bytes()[:300])
     with pytest.raises(CorruptionError, match=r"rank1\.pt"):
-        run(tmp_path, *ROWWISE, source=tmp_path / "ranks")
+        imported(tmp_path, *ROWWISE, source=tmp_path / "ranks")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -237,7 +230,7 @@ def test_a_tensor_that_is_saved_as_the_negative_of_its_bits_has_its_values(tmp_p
     value["model"] = {name: torch._neg_view(tensor) for name, tensor in value["model"].items()}
     save(tmp_path, value)
     assert torch.load(tmp_path / "model.pt")["model"][WEIGHT].is_neg()
-    run(tmp_path, *ROWWISE)
+    imported(tmp_path, *ROWWISE)
     with open_marker(f"file://{tmp_path}/log") as marker:
         assert torch.equal(torch.as_tensor(marker.tables["ebc.t_user"][:]), value["model"][WEIGHT].resolve_neg())
 
@@ -250,12 +243,12 @@ def test_an_import_that_ends_before_this_one_claims_the_log_stays_the_only_one(
 
     def overtaken(*given: Any, **more: Any) -> Any:
         monkeypatch.setattr(import_writer, "claim_generation", claim)
-        found.append(run(tmp_path, *ROWWISE)["marker"])
+        found.append(imported(tmp_path, *ROWWISE)["marker"])
         return claim(*given, **more)
 
     monkeypatch.setattr(import_writer, "claim_generation", overtaken)
     for _ in range(2):
         with pytest.raises(ConfigError, match="an import has committed marker 1:1"):
-            run(tmp_path, *ROWWISE)
-    listed = json.loads(CliRunner().invoke(app, ["list", f"file://{tmp_path}/log", "--json"]).stdout)
+            imported(tmp_path, *ROWWISE)
+    listed = ask("list", f"file://{tmp_path}/log", status=None)
     assert (found, [each["marker"] for each in listed["markers"]]) == (["1:1"], ["1:1"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import tracemalloc
@@ -12,11 +11,10 @@ import numpy as np
 import pyarrow.parquet
 import pytest
 from safetensors import safe_open
-from typer.testing import CliRunner
 
 from tests import stores
 from tests.builders import ROWWISE, table
-from tests.parts import app
+from tests.command import ask, run
 from tests.tables import FIRST, Tables, write_tables
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
@@ -47,14 +45,6 @@ def values(seed: int = 0) -> Tables:
         (moment, (moment * 2,)),
         (rng.random((300, 8), np.float32), (rng.random(300, np.float32),)),
     ]
-
-
-def run(*arguments: object) -> str:
-    done = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 @pytest.mark.parametrize("folded", [False, True])
@@ -115,7 +105,7 @@ def test_a_table_without_rows_is_a_file_without_rows(tmp_path: Path) -> None:
     schema = Schema((table("m.none", 0, 4, "float32", ROWWISE, MOMENT), table("m.t", 9, 4)))
     none, some = np.empty((0, 4), np.float32), np.ones((9, 4), np.float32)
     write_tables(tmp_path / "log", schema, [(none, (none[:, 0], none)), (some, ())])
-    out = json.loads(run("export", f"file://{tmp_path}/log", "--to", f"parquet://{tmp_path}/out", "--states", "--json"))
+    out = ask("export", f"file://{tmp_path}/log", "--to", f"parquet://{tmp_path}/out", "--states")
     assert [name for name in out["files"] if not (tmp_path / "out" / name).is_file()] == []
     found = pyarrow.parquet.read_table(tmp_path / "out" / "m.none.parquet")
     assert (found.num_rows, found.schema.field("vector").type) == (0, pyarrow.list_(pyarrow.float32(), 4))
@@ -224,7 +214,7 @@ main()
 
 def test_sent_needs_an_ancestor(tmp_path: Path) -> None:
     write_tables(tmp_path, SCHEMA, values())
-    found = json.loads(run("diff", f"file://{tmp_path}", "1:1", "1:1", "--sent", "--json"))
+    found = ask("diff", f"file://{tmp_path}", "1:1", "1:1", "--sent")
     assert set(found["sent"].values()) == {0}
     with pytest.raises(StreamCkptError):
         run("diff", f"file://{tmp_path}", "1:1", "2:7", "--sent")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
-import torch
 
 from tests.inside import masks_of
 from tests.interrupts import interrupt
@@ -17,12 +16,7 @@ PLACES = ("torchrec_stream_ckpt/capture/", "torchrec_stream_ckpt/model/", "torch
 ROOM = 10**6
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def _settled(job: Job) -> None:

@@ -8,9 +8,9 @@ import shutil
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.parts import app, prepare_store
+from tests.command import call
+from tests.parts import prepare_store
 from tests.stores import contents
 from tests.synthetic import JOB, Job
 from tests.unit.folded_job import made_once, store_of
@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.util.types import MarkerId
 
 
 def cli(*arguments: object) -> tuple[int, str]:
-    done = CliRunner(env={"COLUMNS": "300"}).invoke(app, [str(argument) for argument in arguments])
+    done = call(*arguments, columns=300)
     assert isinstance(done.exception, SystemExit | StreamCkptError | None), done.exception
     return done.exit_code, done.output + (str(done.exception) if isinstance(done.exception, StreamCkptError) else "")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import signal
@@ -14,10 +13,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import stores
-from tests.parts import GcRules, Policy, Retention, app, collect
+from tests.command import ask, run
+from tests.parts import GcRules, Policy, Retention, collect
 from tests.stores import History
 from tests.tiered import relay
 from tests.unit.copied_job import keep
@@ -34,14 +33,6 @@ from torchrec_stream_ckpt.save.marker_notes import given
 from torchrec_stream_ckpt.util.config import Source
 from torchrec_stream_ckpt.util.marker_names import Alias, is_marker_name
 from torchrec_stream_ckpt.util.types import MarkerId
-
-
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return str(done.stdout)
 
 
 @pytest.fixture
@@ -69,7 +60,7 @@ def written(uri: str) -> Iterator[Control]:
 
 
 def names(uri: str) -> dict[str, str]:
-    found: dict[str, str] = json.loads(run("name", uri, "--json"))["names"]
+    found: dict[str, str] = ask("name", uri)["names"]
     return found
 
 
@@ -98,7 +89,7 @@ def test_list_tree_and_show_have_the_names_and_no_metadata_of_them(uri: str) -> 
     assert "1:3 (prod)" in run("list", uri)
     assert "marker 1:3 (prod), step" in run("list", uri, "--tree")
     assert "names: prod" in run("show", uri, "prod")
-    rows = json.loads(run("list", uri, "--json"))["markers"]
+    rows = ask("list", uri)["markers"]
     assert {row["marker"]: row["names"] for row in rows if row["names"]} == {"1:3": ["prod"]}
     assert all("alias" not in str(row["meta"]) for row in rows)
     with pytest.raises(ConfigError, match=r"no marker has 'alias\.prod'"):
@@ -107,8 +98,8 @@ def test_list_tree_and_show_have_the_names_and_no_metadata_of_them(uri: str) -> 
 
 def test_verbs_take_a_name_wherever_they_take_a_marker(uri: str) -> None:
     run("name", uri, "1:3", "prod")
-    assert json.loads(run("show", uri, "prod", "--json"))["marker"] == "1:3"
-    assert json.loads(run("trim", uri, "prod", "--dry-run", "--json"))["upto"] == "1:3"
+    assert ask("show", uri, "prod")["marker"] == "1:3"
+    assert ask("trim", uri, "prod", "--dry-run")["upto"] == "1:3"
     assert "marker 1:3 is pinned" in run("pin", uri, "prod")
     assert "marker 1:3 is no longer pinned" in run("unpin", uri, "prod")
     with pytest.raises(ConfigError, match="1:3 is pinned"):
@@ -120,10 +111,10 @@ def test_gc_keeps_a_marker_with_a_name_with_or_without_the_log(history: History,
     run("name", uri, "1:1", "prod")
     keep(history.root)
     call = ["gc", uri] if log else ["gc", "--no-log", "--store", str(history.root)]
-    (plan,) = json.loads(run(*call, "--newest", "1", "--grace", "0s", "--json"))
+    (plan,) = ask(*call, "--newest", "1", "--grace", "0s")
     assert plan["kept"] == ["1:1", "2:4"]
     run("name", uri, "--remove", "prod")
-    (plan,) = json.loads(run("gc", uri, "--newest", "1", "--grace", "0s", "--json"))
+    (plan,) = ask("gc", uri, "--newest", "1", "--grace", "0s")
     assert plan["kept"] == ["2:4"]
 
 
@@ -132,7 +123,7 @@ def test_a_job_without_a_folded_store_has_names_too(tmp_path: Path) -> None:
     made.generation(1, [1, 2])
     run("name", f"file://{made.root}", "1:1", "prod")
     stores.fold(made.root, Policy(rebase=0, compact="none"))
-    (plan,) = json.loads(run("gc", f"file://{made.root}", "--newest", "1", "--grace", "0s", "--json"))
+    (plan,) = ask("gc", f"file://{made.root}", "--newest", "1", "--grace", "0s")
     assert plan["kept"] == ["1:1", "1:2"]
 
 
@@ -256,7 +247,7 @@ def test_a_command_that_is_killed_leaves_the_name_whole_at_one_marker(history: H
     assert killed.returncode == -signal.SIGKILL
     at = "1:1" if point == "name.pinned" else "2:4"
     assert names(uri) == {"prod": at}
-    (plan,) = json.loads(run("gc", uri, "--newest", "1", "--grace", "0s", "--json", "--dry-run"))
+    (plan,) = ask("gc", uri, "--newest", "1", "--grace", "0s", "--dry-run")
     assert {"2:4", at} <= {*plan["kept"]}
     run("name", uri, "1:3", "prod")
     assert (names(uri), pins(history)) == ({"prod": "1:3"}, ["g00000001-m00000003-as-prod"])

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
 from tests import stores, tiered
-from tests.parts import app, arm
+from tests.command import ask, run
+from tests.parts import arm
 from tests.stores import History
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, MarkerNotFoundError
@@ -50,14 +50,6 @@ def history(tmp_path: Path) -> History:
         add(control, marker, meta_of(said))
     control.close()
     return made
-
-
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
 
 
 # What a marker can hold.
@@ -118,13 +110,13 @@ def test_what_is_no_condition_is_refused_with_the_form(text: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
-    for ask in (
+    for give in (
         lambda: meeting(SAID, [Condition.parse("acu>0.8")]),
         lambda: ordered(list(SAID), SAID, "acu"),
         lambda: best_of(SAID, Best.parse("acu:max")),
     ):
         with pytest.raises(ConfigError, match="'acu'") as refused:
-            ask()
+            give()
         assert refused.value.hint == "did you mean auc?"
     with pytest.raises(ConfigError, match="no marker has 'auc'") as refused:
         best_of({FIRST: {}}, Best.parse("auc:max"))
@@ -133,9 +125,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
 
 def test_text_and_numbers_do_not_compare_and_the_markers_are_named() -> None:
     mixed = {FIRST: {"auc": 0.7}, SECOND: {"auc": "good"}}
-    for ask in (lambda: ordered(list(mixed), mixed, "auc"), lambda: best_of(mixed, Best.parse("auc:min"))):
+    for give in (lambda: ordered(list(mixed), mixed, "auc"), lambda: best_of(mixed, Best.parse("auc:min"))):
         with pytest.raises(ConfigError, match=r"text 'good' at marker 1:2 but the number 0.7 at marker 1:1"):
-            ask()
+            give()
     with pytest.raises(ConfigError, match="run of marker 1:1 is the text 'a', but 7 is a number"):
         meeting(SAID, [Condition.parse("run>7")])
     with pytest.raises(ConfigError, match=r"auc of marker 1:1 is the number 0.7, but 'high' is a text"):
@@ -167,16 +159,16 @@ def test_markers_are_sorted_by_a_value_and_those_without_it_are_the_lowest() -> 
 
 def test_list_and_show_say_it_and_filter_by_it(history: History) -> None:
     uri = f"file://{history.root}"
-    rows = {row["marker"]: row["meta"] for row in json.loads(run("list", uri, "--json"))["markers"]}
+    rows = {row["marker"]: row["meta"] for row in ask("list", uri)["markers"]}
     assert rows == {str(marker): said for marker, said in SAID.items()}
-    picked = json.loads(run("list", uri, "--where", "auc>0.6", "--where", "step<40", "--sort", "auc:desc", "--json"))
+    picked = ask("list", uri, "--where", "auc>0.6", "--where", "step<40", "--sort", "auc:desc")
     assert [row["marker"] for row in picked["markers"]] == ["1:2", "1:1"]
-    newest = json.loads(run("list", uri, "--where", "auc>0.6", "--newest", "2", "--json"))["markers"]
+    newest = ask("list", uri, "--where", "auc>0.6", "--newest", "2")["markers"]
     assert [row["marker"] for row in newest] == ["1:2", "1:4"]
     assert "auc=0.9, run=b" in run("list", uri)
     assert "auc=0.9, run=b" in run("list", uri, "--tree")
     assert "meta: run=7" in run("show", uri, "1:3")
-    assert json.loads(run("show", uri, "1:2", "--json"))["meta"] == SAID[SECOND]
+    assert ask("show", uri, "1:2")["meta"] == SAID[SECOND]
     with pytest.raises(ConfigError, match="no marker has 'loss'"):
         run("list", uri, "--where", "loss<1")
     with pytest.raises(ConfigError, match="--tree"):
@@ -230,7 +222,7 @@ def test_a_log_that_comes_back_from_its_store_knows_what_was_said(history: Histo
     stores.lose_log(history.root)
     run("recover", f"file://{history.root}", "--store", str(history.root))
     assert run("recover", f"file://{history.root}", "--store", str(history.root), "--json")  # and again
-    rows = json.loads(run("list", f"file://{history.root}", "--json"))["markers"]
+    rows = ask("list", f"file://{history.root}")["markers"]
     assert {row["marker"]: row["meta"] for row in rows} == {str(marker): said for marker, said in SAID.items()}
 
 
@@ -277,7 +269,7 @@ def test_folding_leaves_what_was_said(history: History) -> None:
 
 def gc(history: History, *arguments: str) -> list[str]:
     """The markers that are kept."""
-    (record,) = json.loads(run("gc", *arguments, "--store", str(history.root), "--grace", "0s", "--json"))
+    (record,) = ask("gc", *arguments, "--store", str(history.root), "--grace", "0s")
     return record["kept"]  # type: ignore[no-any-return]
 
 
@@ -287,8 +279,8 @@ def test_gc_keeps_the_best_and_the_newest(history: History) -> None:
     assert gc(history, uri, "--keep-best", "auc:min", "--keep-best", "run:min", "--dry-run") == ["1:1", "1:3", "1:4"]
     assert gc(history, uri, "--keep-best", "auc:max:2") == ["1:2", "1:4"]
     assert gc(history, uri, "--keep-best", "auc:max:2") == ["1:2", "1:4"]  # it wants nothing back
-    assert json.loads(run("show", uri, "best:auc:min", "--json"))["marker"] == "1:4"  # of those that are offered
-    assert json.loads(run("list", uri, "--where", "auc=0.7", "--json"))["markers"][0]["dropped"]
+    assert ask("show", uri, "best:auc:min")["marker"] == "1:4"  # of those that are offered
+    assert ask("list", uri, "--where", "auc=0.7")["markers"][0]["dropped"]
 
 
 def test_gc_over_a_store_without_its_log_knows_what_was_said(history: History) -> None:

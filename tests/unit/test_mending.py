@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tests.parts import FileLog, FolderObjects, Materializer, open_dense
+from tests.parts import FileLog, FolderObjects, Materializer, arm, open_dense, prepare_store
 from tests.stores import contents
-from tests.synthetic import Job, image_of_store, images_of_chain
+from tests.synthetic import Job, image_of_log, image_of_store, images_of_chain
+from tests.unit import read_job, test_rows_around
 from tests.unit.folded_job import lineage_of, materialize, store_of
-from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
-from torchrec_stream_ckpt.inner import Catalog, open_store
+from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUnavailableError
+from torchrec_stream_ckpt.format.frame import Buffer
+from torchrec_stream_ckpt.format.rows import RowsView
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain import fold as fold_module
+from torchrec_stream_ckpt.maintain import merge
 from torchrec_stream_ckpt.maintain import merge as merge_module
 from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer
+from torchrec_stream_ckpt.maintain.sorter import RowSorter
+from torchrec_stream_ckpt.store import folder as folder_module
+from torchrec_stream_ckpt.util.layout import DATA_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 
 BASES = ("--rebase", "0.3")
@@ -49,6 +60,7 @@ def job(tmp_path: Path) -> Job:
     """Six markers in a store with bases."""
     job = trained(tmp_path / "log")
     assert materialize(job, *BASES)[0] == 0
+    assert len(list(store_of(job).glob(BASE))) > 1
     return job
 
 
@@ -230,3 +242,273 @@ def test_a_log_with_other_rows_than_the_manifest_says_replaces_nothing(job: Job,
         Repairer(objects, pool, folder, progress, lambda _: None).mend(lineage, catalog, name_of(job, segment), error)
     assert "differ from those that the manifest describes" in str(told.value.where["elsewhere"])
     assert contents(open_store(str(store_of(job)))) == before
+
+
+# An object that the disk cannot read is read around and mended as a damaged one; a disk that is away is waited for.
+
+
+Break = Callable[..., None]
+
+
+@pytest.fixture
+def break_disk(monkeypatch: pytest.MonkeyPatch) -> Break:
+    """Makes files unreadable as they are now."""
+    preadv, pread, sendfile = os.preadv, os.pread, os.sendfile
+
+    def breaking(*paths: Path, number: int = errno.EIO) -> None:
+        broken = {(str(path), path.stat().st_ino) for path in paths}  # an inode may be given again
+
+        def check(fd: int) -> None:
+            if (os.readlink(f"/proc/self/fd/{fd}"), os.fstat(fd).st_ino) in broken:
+                raise OSError(number, os.strerror(number))
+
+        def failing_preadv(fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+            check(fd)
+            return preadv(fd, buffers, offset)
+
+        def failing_pread(fd: int, count: int, offset: int) -> bytes:
+            check(fd)
+            return pread(fd, count, offset)
+
+        def failing_sendfile(out: int, fd: int, offset: int, count: int) -> int:
+            check(fd)
+            return sendfile(out, fd, offset, count)
+
+        monkeypatch.setattr(os, "preadv", failing_preadv)
+        monkeypatch.setattr(os, "pread", failing_pread)
+        monkeypatch.setattr(os, "sendfile", failing_sendfile)
+
+    return breaking
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FolderObjects:
+    objects = FolderObjects(tmp_path / "store")
+    prepare_store(objects)
+    objects.put("a/small", [b"x" * 1000])
+    objects.put("a/large", [bytes(2**20)])
+    return objects
+
+
+def path_of(store: FolderObjects, name: str) -> Path:
+    return Path(store.url.removeprefix("file://")) / name
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EBADMSG, errno.EUCLEAN])
+@pytest.mark.parametrize("name", ["a/small", "a/large"])
+def test_an_object_that_cannot_be_read_is_damaged_in_the_words_of_the_system(
+    store: FolderObjects, break_disk: Break, name: str, number: int
+) -> None:
+    break_disk(path_of(store, name), number=number)
+    with pytest.raises(CorruptionError) as told:
+        store.read(name)
+    assert told.value.message == f"cannot read it: {os.strerror(number)}"
+    assert told.value.where["path"] == path_of(store, name)
+    other = "a/large" if name == "a/small" else "a/small"
+    assert len(store.read(other)) > 0
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ETIMEDOUT, errno.ESTALE, errno.EACCES])
+def test_a_disk_that_is_away_or_late_is_no_damage(store: FolderObjects, break_disk: Break, number: int) -> None:
+    all_of_it = [path_of(store, name) for name in ("STORE", "a/small", "a/large")]
+    break_disk(*all_of_it if number == errno.EIO else all_of_it[1:], number=number)
+    for name in ("a/small",) if number == errno.EACCES else ("a/small", "a/large"):
+        with pytest.raises(StoreUnavailableError, match="cannot read it"):
+            store.read(name)
+
+
+def test_a_file_system_that_cannot_splice_is_read_as_before(
+    store: FolderObjects, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> int:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(folder_module.os, "sendfile", refused)
+    assert bytes(store.read("a/large", 10, 2**20)) == bytes(2**20 - 10)
+
+
+around = test_rows_around.longer
+
+
+@pytest.mark.parametrize("read", [read_job.exported, read_job.followed])
+def test_readers_take_the_rows_of_an_unreadable_base_from_elsewhere(
+    around: Job, break_disk: Break, read: Callable[[Job, MarkerId], object]
+) -> None:
+    newest = MarkerId(1, 6)
+    truth = image_of_log(around.log, read_job.lineage_of(around), newest)
+    break_disk(sorted(around.root.glob(test_rows_around.BASE))[-1])
+    assert read(around, newest) == truth
+
+
+def test_the_materializer_writes_an_unreadable_base_anew(job: Job, break_disk: Break) -> None:
+    base = newest(job, BASE)
+    whole, before = base.read_bytes(), base.stat().st_ino
+    break_disk(base)
+    go_on(job, 4)
+    status, events, said = materialize(job, *BASES)
+    assert (status, said) == (0, "")
+    assert repaired(events) == [str(base.relative_to(store_of(job)))]
+    assert "Input/output error" in str([event["reason"] for event in events if event["event"] == "repaired"])
+    assert base.stat().st_ino != before
+    assert base.read_bytes() == whole
+    check_markers(job, 10)
+
+
+# The materializer writes damaged objects of its store anew, from whatever else has their rows, and goes on.
+
+
+BASE = "segments/*/f-*-from-root-p000.seg"
+POINTS = ("repair.aside",)
+"""Where a process may die."""
+
+
+def newest(job: Job, pattern: str) -> Path:
+    return sorted(store_of(job).glob(pattern))[-1]
+
+
+def newest_log(job: Job) -> Path:
+    """The file with what rank 0 sent."""
+    return sorted((job.root / DATA_DIR / "p00000").glob("*.seg"))[0]
+
+
+def harm(path: Path, how: str) -> bytes:
+    """Damage an object; returns what it was."""
+    whole = path.read_bytes()
+    data = bytearray(whole)
+    data[30 if how == "directory" else -10] ^= 4
+    if how == "lost":
+        path.unlink()
+    else:
+        path.write_bytes(data)
+    return whole
+
+
+def repaired(events: list[dict[str, object]]) -> list[str]:
+    return [str(event["name"]) for event in events if event["event"] == "repaired"]
+
+
+@pytest.mark.parametrize("how", ["chunk", "directory", "lost"])
+def test_a_damaged_base_is_set_aside_and_written_anew_and_folding_goes_on(job: Job, how: str) -> None:
+    path = newest(job, BASE)
+    whole = harm(path, how)
+    harmed = path.read_bytes() if path.exists() else b""
+    name = str(path.relative_to(store_of(job)))
+    go_on(job, 4)
+    status, events, said = materialize(job, *BASES)
+    assert (status, said) == (0, "")
+    assert repaired(events) == [name], "once"
+    assert path.read_bytes() == whole
+    aside = store_of(job) / "damaged" / name
+    assert (aside.read_bytes() if aside.exists() else b"") == harmed
+    assert [event["marker"] for event in events if event["event"] == "marker"] == ["1:7", "1:8", "1:9", "1:10"]
+    assert events[-1]["repairs"] == 1
+    check_markers(job, 10)
+
+
+@pytest.mark.parametrize("how", ["chunk", "directory", "lost"])
+def test_an_interval_that_a_merge_finds_damaged_is_folded_again_from_the_log(job: Job, how: str) -> None:
+    go_on(job, 1)
+    assert materialize(job, "--rebase", "0")[0] == 0
+    path = newest(job, "segments/*/g00000001-r00001-m00000007-p000.seg")
+    whole = harm(path, how)
+    go_on(job, 4)
+    status, events, said = materialize(job, *BASES)
+    assert (status, said) == (0, "")
+    assert repaired(events) == [str(path.relative_to(store_of(job)))]
+    assert path.read_bytes() == whole
+    check_markers(job, 11)
+
+
+def test_a_base_and_an_interval_that_it_was_made_of_are_both_mended(job: Job) -> None:
+    base, interval = newest(job, BASE), newest(job, "segments/*/g00000001-r00000-m00000002-p000.seg")
+    whole = [harm(base, "chunk"), harm(interval, "chunk")]
+    older = sorted(store_of(job).glob("folds/*/*-from-root.json"))[:-1]
+    for path in older:
+        path.unlink()  # so that the base is made of intervals alone
+    go_on(job, 4)
+    status, events, said = materialize(job, *BASES)
+    assert (status, said) == (0, "")
+    assert set(repaired(events)) == {str(path.relative_to(store_of(job))) for path in (base, interval)}
+    assert [base.read_bytes(), interval.read_bytes()] == whole
+    check_markers(job, 10)
+
+
+def test_a_fold_without_another_way_stays_as_it_is_and_is_named(job: Job) -> None:
+    path = newest(job, BASE)
+    harm(path, "chunk")
+    for other in sorted(store_of(job).glob("folds/*/*-from-root.json"))[:-1]:
+        other.unlink()
+    first = newest(job, "segments/*/g00000001-r00000-m00000001-p000.seg")
+    harm(first, "chunk")
+    go_on(job, 4)
+    log = newest_log(job)
+    data = bytearray(log.read_bytes())
+    data[3000] ^= 1  # of what the first marker has
+    log.write_bytes(data)
+    before = contents(open_store(str(store_of(job))))
+    status, events, said = materialize(job, *BASES)
+    assert status == 1
+    assert repaired(events) == []
+    assert "Error: chunk" in said or "checksum" in said
+    assert path.name in said
+    assert "Try: restore this object from a copy" in said
+    after = contents(open_store(str(store_of(job))))
+    assert {name: after[name] for name in before} == before
+
+
+def test_a_repair_that_was_cut_short_is_done_again(job: Job) -> None:
+    path = newest(job, BASE)
+    whole = harm(path, "chunk")
+    go_on(job, 4)
+    arm("repair.aside=raise@1")
+    try:
+        with pytest.raises((OSError, CorruptionError), match="failpoint"):
+            materialize(job, *BASES)
+    finally:
+        arm("")
+    status, _, said = materialize(job, *BASES)
+    assert (status, said) == (0, "")
+    assert path.read_bytes() == whole
+    go_on(job, 1)
+    assert materialize(job, *BASES)[0] == 0
+    check_markers(job, 11)
+
+
+def test_a_fold_that_holds_other_bits_than_were_merged_is_never_used(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As memory that flips a bit between the merge and the write: all checksums are right, and the rows are not."""
+    before = {path.name for path in store_of(job).glob("folds/*/*")}
+    add = RowSorter.add
+
+    def flipping(self: RowSorter, table: int, col0: int, cols: int, view: RowsView) -> None:
+        weights = view.weights.copy()
+        weights.view(np.uint8).reshape(-1)[0] ^= 1
+        add(self, table, col0, cols, replace(view, weights=weights))
+
+    monkeypatch.setattr(merge.RowSorter, "add", flipping)
+    objects, lineage, newest_marker = open_store(str(store_of(job))), Control(job.log).refresh(), MarkerId(1, 6)
+    catalog = Catalog.load(objects, lineage.job)
+    cover = replace(catalog, folds=frozenset()).cover(lineage.chain(newest_marker))[1:]
+    said = r"a fold was written with \d+ rows, but \d+ rows or other bits were read back"
+    with ThreadPoolExecutor(2) as pool, pytest.raises(CorruptionError, match=said) as told:
+        merge.merge(objects, lineage, cover, pool)
+    assert told.value.hint.endswith("the fold is not used")
+    assert {path.name for path in store_of(job).glob("folds/*/*")} == before
+
+
+def test_a_fold_that_the_disk_kept_otherwise_is_written_again(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    create, harmed = FolderObjects.create, list[str]()
+
+    def creating(self: FolderObjects, name: str, parts: Sequence[Buffer]) -> bool:
+        created = create(self, name, parts)
+        if "-from-root-p" in name and not harmed:
+            harmed.append(name)
+            harm(store_of(job) / name, "chunk")
+        return created
+
+    monkeypatch.setattr(FolderObjects, "create", creating)
+    go_on(job, 4)
+    status, events, said = materialize(job, *BASES)
+    assert (status, said) == (0, "")
+    assert repaired(events) == harmed
+    assert len(harmed) == 1
+    check_markers(job, 10)

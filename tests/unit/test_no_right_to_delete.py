@@ -8,11 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import stores
+from tests.command import ask, run
 from tests.evolved import EvolvingJob
-from tests.parts import app
 from tests.stores import History
 from tests.unit.test_proof_checker import SCHEMA
 from torchrec_stream_ckpt.errors import StoreUnavailableError
@@ -51,14 +50,6 @@ def history(tmp_path: Path) -> History:
     return made
 
 
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, arguments, catch_exceptions=True)
-    if done.exception is not None and not isinstance(done.exception, SystemExit):
-        raise done.exception
-    assert done.exit_code == 0, done.output
-    return done.stdout
-
-
 @pytest.mark.usefixtures("rights")
 def test_a_store_is_filled_trimmed_to_pinned_and_scrubbed(history: History, store: Path) -> None:
     uri, where = f"file://{history.root}", ("--store", str(store))
@@ -93,7 +84,7 @@ def test_what_deletes_is_refused_by_name_and_goes_on_once_it_may(
     for marker in kept:
         assert stores.rows_of(objects, history.lineage, marker) == history.rows[marker]
     rights()
-    (plan,) = json.loads(run("gc", uri, *where, *KEEP, "--json"))
+    (plan,) = ask("gc", uri, *where, *KEEP)
     assert plan["deleted"]
     run("unpin", uri, "1:2", *where)
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import pickle
 import re
+import struct
+import zlib
 from dataclasses import replace
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tests.builders import SCHEMA
 from tests.golden import make
 from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.format import rank_shards
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, json_frame
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit, read_record
-from torchrec_stream_ckpt.format.rank_ends import RankEnds
-from torchrec_stream_ckpt.util.types import MarkerId, RankEnd
+from torchrec_stream_ckpt.format.rank_ends import COLUMNS, RankEnds
+from torchrec_stream_ckpt.format.rank_shards import MAX_TEXT, RankShards
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd, TableShard
 
 JOB = bytes(range(16))
 KEY = CommitKey(bytes(range(32)))
@@ -317,3 +324,218 @@ def test_a_wrong_field_below_right_checksums_is_named_with_its_marker_once_it_is
     with pytest.raises(CorruptionError, match="COMMIT") as caught:
         lineage.find(MarkerId(3, 17))
     assert caught.value.where["marker"] == MarkerId(3, 17)
+
+
+# The ends of all ranks in COMMIT, packed by columns.
+
+
+WIDTH = st.integers(0, 64)
+VALUE = WIDTH.flatmap(lambda bits: st.integers(0, 2**bits - 1))
+TWO_ENDS = (RankEnd(0, 3, 0, 640, 3, 17, 7, 512), RankEnd(1, 1, 10, 70_000, 2, 18, 0, 2**40))
+
+
+@given(
+    st.lists(st.tuples(*[VALUE] * 3, VALUE.map(lambda frames: max(frames, 2)), *[VALUE] * 3), min_size=1, max_size=9)
+)
+def test_any_ends_come_back(rows: list[tuple[int, ...]]) -> None:
+    ends = tuple(RankEnd(rank, *row) for rank, row in enumerate(rows))
+    packed = RankEnds.from_text(RankEnds.of(ends).to_text())
+    assert packed == ends
+    assert [packed[rank] for rank in range(len(packed))] == list(ends) == list(packed)
+    assert packed[-1] == ends[-1]
+    assert packed[1:] == ends[1:]
+    assert packed.spans(3) == [LogSpan(3, end.partition, end.begin, end.end) for end in ends]
+    for name in COLUMNS:
+        assert packed.total(name) == sum(getattr(end, name) for end in ends)
+
+
+def test_a_thousand_ranks_take_less_than_forty_kilobytes() -> None:
+    spread = 2_654_435_761  # what differs from rank to rank, as much as a long job's streams do
+    ends = [
+        RankEnd(
+            r,
+            r,
+            2**33 + r * spread % 2**31,
+            2**40 + r * spread % 2**38,
+            2**20 + r * spread % 2**22,
+            r * spread % 2**32,
+            r * spread % 2**32,
+            r * spread % 2**38,
+        )
+        for r in range(1024)
+    ]
+    assert len(RankEnds.of(ends).to_text()) < 38_000
+
+
+def parts(*, count: int = 2, widths: tuple[int, ...] | None = None, least: tuple[int, ...] | None = None) -> bytes:
+    """The front of the string, with something wrong."""
+    return struct.pack("<I7B7Q", count, *(widths or (0,) * 7), *(least or (0, 0, 9, 2, 0, 0, 0)))
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        b"",
+        parts()[:-1],
+        parts() + b"x",
+        parts(count=0),
+        parts(widths=(9, *[0] * 6)) + bytes(18),
+        parts(widths=(1, *[0] * 6)) + bytes(1),
+        parts(least=(0, 0, 9, 1, 0, 0, 0)),
+        parts(widths=(8, *[0] * 6), least=(1, 0, 9, 2, 0, 0, 0)) + bytes(16),
+        parts(count=2**32 - 1),
+        parts(count=65_537),
+    ],
+    ids=[
+        "empty",
+        "cut",
+        "more",
+        "no ranks",
+        "wide",
+        "short",
+        "no mark",
+        "over 64 bits",
+        "ranks without end",
+        "too many ranks",
+    ],
+)
+def test_what_is_not_such_a_string_is_refused(packed: bytes) -> None:
+    with pytest.raises(CorruptionError, match=r"COMMIT\.ranks"):
+        RankEnds.from_text(base64.b64encode(packed).decode())
+
+
+@pytest.mark.parametrize("change", [lambda text: text + "\n", lambda text: text[:-1], lambda text: "?" + text[1:]])
+def test_base64_of_another_spelling_is_refused(change) -> None:
+    with pytest.raises(CorruptionError, match="base64"):
+        RankEnds.from_text(change(RankEnds.of(TWO_ENDS).to_text()))
+
+
+def test_packed_ends_equal_those_that_are_not() -> None:
+    assert RankEnds.of(TWO_ENDS) == TWO_ENDS
+    assert RankEnds.of(TWO_ENDS) == TWO_ENDS
+    assert hash(RankEnds.of(TWO_ENDS)) == hash(TWO_ENDS)
+    assert RankEnds.of(TWO_ENDS) != TWO_ENDS[:1]
+
+
+# The layout in CLAIM: which shards each rank holds, packed by columns and compressed.
+
+
+LAYOUT = st.integers(0, 64).flatmap(lambda bits: st.integers(0, 2**bits - 1))
+SHARD = st.builds(TableShard, LAYOUT, LAYOUT, LAYOUT, LAYOUT, LAYOUT)
+HALVES = (
+    (TableShard(0, 0, 3, 0, 4), TableShard(1, 0, 8, 0, 2)),
+    (TableShard(0, 3, 3, 0, 4), TableShard(1, 0, 8, 2, 2)),
+)
+
+
+def packed(*ranks: tuple[TableShard, ...]) -> RankShards:
+    made = RankShards.of(ranks)
+    assert made is not None
+    return made
+
+
+def packed_text(plain: bytes, behind: bytes = b"") -> str:
+    return base64.b64encode(zlib.compress(plain) + behind).decode("ascii")
+
+
+@given(st.lists(st.lists(SHARD, max_size=5), min_size=1, max_size=5))
+def test_any_layout_comes_back(ranks: list[list[TableShard]]) -> None:
+    expected = [tuple(shards) for shards in ranks]
+    made = packed(*expected)
+    read = RankShards.from_text(made.to_text())
+    assert list(read) == expected == [read[rank] for rank in range(len(read))]
+    assert read[-1] == expected[-1]
+    assert read[1:] == tuple(expected[1:])
+    assert (read, read.crc, hash(read)) == (made, made.crc, hash(made))
+    assert pickle.loads(pickle.dumps(read)) == made
+
+
+def test_a_layout_that_somebody_else_compressed_is_the_same() -> None:
+    made = packed(*HALVES)
+    plain = zlib.decompress(base64.b64decode(made.to_text()))
+    other = RankShards.from_text(base64.b64encode(zlib.compress(plain, 0)).decode("ascii"))
+    assert other.to_text() != made.to_text()
+    assert (other, other.crc) == (made, made.crc)
+    assert made != packed(*HALVES[::-1])
+    assert made != list(HALVES)
+
+
+def test_a_thousand_tables_on_64_ranks_take_few_kilobytes() -> None:
+    rows = [10_007 * table + 12_345 for table in range(1000)]
+    by_rows = [tuple(TableShard(t, r * (n // 64), n // 64, 0, 64) for t, n in enumerate(rows)) for r in range(64)]
+    whole = [tuple(TableShard(t, 0, rows[t], 0, 64) for t in range(r, 1000, 64)) for r in range(64)]
+    assert len(packed(*by_rows).to_text()) < 24_000
+    assert len(packed(*whole).to_text()) < 8_000
+
+
+def test_what_a_claim_cannot_take_is_not_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert RankShards.of([]) is None
+    monkeypatch.setattr(rank_shards, "MAX_SHARDS", 3)
+    assert RankShards.of(HALVES) is None
+    monkeypatch.setattr(rank_shards, "MAX_SHARDS", 4)
+    assert RankShards.of(HALVES) == packed(*HALVES)
+    monkeypatch.setattr(rank_shards, "MAX_TEXT", len(packed(*HALVES).to_text()) - 1)
+    assert RankShards.of(HALVES) is None
+
+
+ONE = struct.pack("<II", 1, 1) + bytes(40)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("?", "not base64"),
+        (packed_text(ONE) + "\n", "not base64"),
+        (base64.b64encode(b"rows").decode(), "cannot be unpacked"),
+        (base64.b64encode(zlib.compress(ONE)[:-4]).decode(), "cut short, or too long"),
+        (packed_text(ONE, b"x"), "cut short, or too long"),
+        ("A" * (MAX_TEXT + 4), f"more than {MAX_TEXT}"),
+        (packed_text(bytes(2**26)), "unpacks to more than"),
+        (packed_text(b""), "number of ranks"),
+        (packed_text(bytes(4)), "number of ranks"),
+        (packed_text(struct.pack("<I", 65_537) + bytes(4 * 65_537)), "number of ranks"),
+        (packed_text(struct.pack("<I", 2**32 - 1)), "number of ranks"),
+        (packed_text(ONE[:-1]), "number of shards"),
+        (packed_text(ONE + b"\0"), "number of shards"),
+        (packed_text(struct.pack("<II", 1, 2**20 + 1) + bytes(40)), "number of shards"),
+        (packed_text(struct.pack("<III", 2, 2**32 - 1, 2**32 - 1)), "number of shards"),
+    ],
+)
+def test_what_is_no_layout_is_refused_by_name(text: str, words: str) -> None:
+    with pytest.raises(CorruptionError, match=f"CLAIM.layout .*{re.escape(words)}"):
+        RankShards.from_text(text)
+
+
+def test_base64_that_is_not_canonical_is_refused() -> None:
+    text = next(text for n in range(1, 9) if (text := packed(*HALVES[:1] * n).to_text()).endswith("="))
+    last = text.rstrip("=")[-1]
+    other = text.replace(f"{last}=", f"{chr(ord(last) + 1)}=")
+    assert base64.b64decode(other) == base64.b64decode(text)
+    with pytest.raises(CorruptionError, match="not canonical base64"):
+        RankShards.from_text(other)
+
+
+@pytest.mark.parametrize(
+    "shard",
+    [
+        TableShard(2, 0, 1, 0, 1),
+        TableShard(2**64 - 1, 0, 1, 0, 1),
+        TableShard(0, 0, 7, 0, 4),
+        TableShard(0, 6, 1, 0, 4),
+        TableShard(0, 0, 6, 1, 4),
+        TableShard(0, 2**64 - 1, 2, 0, 4),
+        TableShard(0, 0, 6, 2**64 - 4, 4),
+        TableShard(0, 1, 2**64 - 1, 0, 4),
+    ],
+)
+def test_a_shard_outside_its_table_is_named(shard: TableShard) -> None:
+    packed(*HALVES).check(SCHEMA)
+    with pytest.raises(CorruptionError, match=re.escape(f"{shard} is outside its table")):
+        packed(*HALVES, (shard,)).check(SCHEMA)
+
+
+def test_a_layout_without_shards_fits_a_schema_without_tables() -> None:
+    bare = type(SCHEMA)(())
+    packed((), ()).check(bare)
+    with pytest.raises(CorruptionError, match="outside"):
+        packed((TableShard(0, 0, 0, 0, 0),)).check(bare)

@@ -7,7 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 from tests.unit.test_pages import check_sentences, kaggle, newest  # isort: skip  (makes benchmarks/ importable)
+import re
+
+import pytest
+from page_tables.proof import MONTH, planned, ways
 from page_tables.results import of_machines
+
+from tests.unit.test_pages import ROOT, Point, check, numbers, page
+from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
+
+from page_tables.quoted import less as quoted_less  # isort: skip
+from quotations import quoted  # isort: skip
 
 
 def longer(rows: dict[str, Any], name: str, *ends: str) -> list[float]:
@@ -393,3 +403,380 @@ def test_what_the_performance_page_takes_from_tables_of_the_cases() -> None:
     check_sentences("docs/performance.md", said)
     turns = [commit.facts[f"commit, {delay} ms: requests in turn"]["median"] for delay in delays]
     assert turns == [3] * len(delays)
+
+
+# Figures on the pages of ``docs/papers`` that stand in sentences, or beside others' in one row.
+
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "docs" / "papers").glob("*.md"))
+INCRCP = "docs/papers/incrcp.md"
+
+
+def table(name: str) -> dict[str, list[str]]:
+    """All tables of a page: first cell -> the others."""
+    lines = [line for line in page(name).splitlines() if line.startswith("| ")]
+    return {first.strip(): [each.strip() for each in rest] for first, *rest in (x.strip("|").split("|") for x in lines)}
+
+
+def test_row_bytes_of_figure_15() -> None:
+    said = "same rows, of {pnn} bytes in place of {deepfm}.".format(
+        **newest("recovery", "tenth").found["figures"]["15"]["row_bytes"]
+    )
+    assert said in " ".join(page(INCRCP).split())
+
+
+def test_rows_that_check_n_run_writes() -> None:
+    found, job = table("docs/papers/check_n_run.md"), kaggle("kaggle")
+    names = {
+        "differentials and new bases (Check-N-Run without quantization)": "Check-N-Run",
+        "this library's store with `span4`": "store, span4, rebase",
+    }
+    for first, layout in names.items():
+        full = job["rows"] * job["markers"]
+        check(numbers(found[first][1]), [full / job["layouts"][layout]["written"]])
+
+
+@pytest.mark.parametrize(("row", "ends"), [("training blocked", ""), ("until the disk has it", ", durable")])
+def test_times_of_a_dense_state(row: str, ends: str) -> None:
+    of = {
+        (size, ranks): newest("dense").point(f"{size} MB, {ranks} ranks{ends}").variants["ours"]["ratio"]
+        for size in (100, 600)
+        for ranks in (2, 4)
+    }
+    said = numbers(table("docs/papers/deepfreeze.md")[row][0])
+    check(said, [100, of[100, 2], 2, of[100, 4], 4, 600, of[600, 2], of[600, 4]])
+
+
+def test_what_the_thesis_page_repeats() -> None:
+    found, encode = table("docs/papers/thesis.md"), newest("encode")
+    sizes = ("small", "medium", "varying", "large")
+    less = {
+        way: [100 * (1 - 1 / encode.point(f"{size}, {way}").variants["ours"]["ratio"]) for size in sizes]
+        for way in ("write", "read")
+    }
+    for row, way in (("rows to bytes, less time than pickle", "write"), ("bytes to rows", "read")):
+        mean = sum(less[way]) / len(less[way])
+        check(numbers(found[f"4.3, figure 4.8, {row}"][1]), [*less[way], mean])
+    (run_row,) = (cells for first, cells in found.items() if first.startswith("6.1 to 6.6"))
+    runs, jobs = [], ("synthetic", "criteo")
+    for ranks in ("1 rank", "2 ranks"):
+        for job in jobs:
+            run = newest("thesis", job).point(f"{job}, {ranks}, every 1")
+            runs.append(100 * (1 - run.median("ours, direct") / run.median("torch.save")))
+    check(numbers(run_row[1]), runs)
+    assert re.fullmatch(r"one .*% less, .*% less; two .*% less, .*% less \(every epoch\)", run_row[1])
+    two = newest("thesis", "synthetic").point("synthetic, 2 ranks, every 1")
+    criteo, synthetic = (
+        newest("thesis", job).point(f"{job}, 1 rank, recovery").variants["thesis, loading service"]
+        for job in reversed(jobs)
+    )
+    said = {
+        r"design takes ([\d.]+) s where ours takes ([\d.]+), and ([\d.]+) with a buffered log": [
+            two.median(way) for way in ("thesis", "ours, direct", "ours")
+        ],
+        r"Criteo (\d+) to (\d+) ms, synthetic (\d+) to (\d+)\)": [
+            each[end] for each in (criteo, synthetic) for end in ("min", "max")
+        ],
+    }
+    check_sentences("docs/papers/thesis.md", said)
+
+
+def test_runs_of_the_data_sizes_of_the_thesis() -> None:
+    one, two = (newest("thesis", f"synthetic-10k-{ranks}") for ranks in ("1-rank", "2-ranks"))
+    points = one.point("synthetic-10k, 1 rank, every 1"), two.point("synthetic-10k, 2 ranks, every 1")
+    longer = newest("thesis", "synthetic-25k-2-ranks").point("synthetic-25k, 2 ranks, every 1")
+    largest = [
+        newest("thesis", f"synthetic-50k-{ranks.replace(' ', '-')}").point(f"synthetic-50k, {ranks}, every 1")
+        for ranks in ("1 rank", "2 ranks")
+    ]
+    streamed = newest("thesis", "each-step").point("synthetic-10k, 1 rank, every 1, each step")
+
+    def less(point: Point, *ways: str) -> list[float]:
+        """Per cent of ``torch.save``'s run that runs save; negative: that they take more."""
+        return [100 * (1 - 1 / point.variants[way]["ratio"]) for way in ways]
+
+    both = "thesis", "ours, direct"
+    on_two, far, each_step = less(points[1], *both), less(longer, *both), less(streamed, *both, "ours")
+    assert on_two[0] > 0 > on_two[1]
+    assert min(far) > 0
+    assert round(far[0], 1) == round(far[1], 1)
+    behind = [its - own for its, own in (less(points[0], *both), on_two, far)]
+    assert 0.5 < max(behind) < 1  # "up to 1% less"
+    assert each_step[0] > 0 > each_step[2]
+    on_one, far_two = (less(each, *both, "ours") for each in largest)
+    assert min(on_one) > 0 > max(far_two)
+    of_noise = [100 * abs(each.median("none again") / each.median("none") - 1) for each in largest]
+    whole = (*points, longer, *largest, streamed)
+    added = [100 * (each.median("torch.save") / each.median("none") - 1) for each in whole]
+    said: dict[str, Iterable[float]] = {
+        r"thesis' design takes ([\d.]+)% less time than `torch.save`, ours ([\d.]+)% less and ([\d.]+)% less if": less(
+            points[0], *both, "ours"
+        ),
+        r"\(theirs on one GPU: ([\d.]+)%\)\. On two ranks its design": [
+            quoted_less(*quoted("thesis", "6.1 10k, every 1")[1:])
+        ],
+        r"On two ranks its design takes ([\d.]+)% less, ours ([\d.]+)% more": map(abs, on_two),
+        r"with 25,000 samples both take ([\d.]+)% less": far[:1],
+        r"its design takes ([\d.]+)% less than `torch.save`, ours ([\d.]+)% less, buffered ([\d.]+)% more": map(
+            abs, each_step
+        ),
+        r"With 50,000 samples on two ranks a run takes ([\d.]+)% less time than by its design": [
+            100 * (1 - largest[1].median("ours, direct") / largest[1].median("thesis"))
+        ],
+        r"With 50,000 samples on one rank its design takes ([\d.]+)% less time than `torch.save`, ours ([\d.]+)% less "
+        r"and ([\d.]+)% less if": on_one,
+        r"\(theirs on one GPU: ([\d.]+)%\)\. On two ranks no way": [
+            quoted_less(*quoted("thesis", "6.1 50k, every 1")[1:])
+        ],
+        r"anything: its design takes ([\d.]+)% more, ours ([\d.]+)% more and ([\d.]+)% more if": map(abs, far_two),
+        r"differ by ([\d.]+)% and ([\d.]+)% there": of_noise,
+        r"`torch.save` adds ([\d.]+) to ([\d.]+)% to these runs": [min(added), max(added)],
+    }
+    check_sentences("docs/papers/thesis.md", said)
+
+
+def test_training_logs_are_the_same_bytes() -> None:
+    facts = newest("tiers", "training-logs").facts
+    for ranks in ("1 rank", "2 ranks", "4 ranks"):
+        digests = facts[f"{ranks}: SHA-256 of the training logs"]
+        assert len(digests) == 8  # five ways, three of them without fsync, too
+        (of_ranks,) = {tuple(each) for each in digests.values()}
+        assert len(set(of_ranks)) == int(ranks[0])
+    assert "the same bytes on 1, 2 and 4 ranks" in page("docs/papers/scr_exa.md")
+
+
+def more(point: Point, way: str) -> float:
+    """Per cent that a way to save adds to a run without checkpoints."""
+    return 100 * (1 / point.variants[way]["ratio"] - 1)
+
+
+def test_what_checkpoints_add_over_ranks() -> None:
+    result, name = newest("tiers", "ranks"), "benchmarks/tiers/README.md"
+    two = result.point("2 ranks")
+    longer = [1 / two.variants[way]["ratio"] for way in ("torch.save", "far", "near, far")]
+    said: dict[str, Iterable[float]] = {
+        r"each of (\d+) steps drained, a checkpoint every (\d+)\.": [
+            result.facts["steps"],
+            result.facts["steps a checkpoint"],
+        ],
+        r"takes ([\d.]+) times as long as a run .* ours ([\d.]+) times with .* and ([\d.]+) with both": longer,
+    }
+    check_sentences(name, said)
+    assert two.median("torch.save") < two.median("near, far")  # the page says so
+
+
+def test_what_checkpoints_of_epochs_add() -> None:
+    named = ("1 rank", "2 ranks", "4 ranks")
+    results = [newest("tiers", f"epochs-{ranks.replace(' ', '-')}") for ranks in named]
+    *points, four = (result.point(ranks) for result, ranks in zip(results, named, strict=True))
+    both, far, saved = ([more(point, way) for point in points] for way in ("near, far", "far", "torch.save"))
+    (steps,), (every,) = ({result.facts[key] for result in results} for key in ("steps", "steps a checkpoint"))
+    bare = [point.median("none") / steps for point in (*points, four)]
+    said: dict[str, Iterable[float]] = {
+        r"share the two cores, they add (\d+)%, (\d+)% and (\d+)%": [
+            more(four, way) for way in ("near, far", "far", "torch.save")
+        ],
+        r"cadence ours adds (\d+)% on one rank and (\d+)% on two, `torch.save` (\d+)% and (\d+)%": [*both, *saved],
+        r"Both tiers add (\d+)% and (\d+)%, the far log alone (\d+)% and (\d+)%, `torch.save` (\d+)% and (\d+)%": [
+            *both,
+            *far,
+            *saved,
+        ],
+        r"Our epochs take ([\d.]+) and ([\d.]+) s": [every * each for each in bare[:2]],
+        r"An epoch has (\d+) steps of ([\d.]+) ms on one rank, (\d+) on two and (\d+) on four": [
+            every,
+            *(1e3 * each for each in bare),
+        ],
+    }
+    check_sentences("docs/papers/scr_exa.md", said)
+    for result in results:
+        facts = result.facts
+        assert steps == 10 * every
+        assert (facts["markers a far one"], facts["steps a drain"], facts["far"]) == (10, every, "file")
+        assert all(facts[key] for key in facts if key.endswith("are the same bytes"))
+
+
+def test_what_four_failures_cost() -> None:
+    cold, hot = (newest("tiers", f"restarts-{part}") for part in ("cold", "hot"))
+    to_step, back = hot.point("to the next step"), cold.point("until restored")
+    said: dict[str, Iterable[float]] = {
+        r"goes on after ([\d.]+) s, where a new node takes ([\d.]+)\.": [
+            to_step.median(way) for way in ("standing by", "a new node")
+        ],
+        r"takes ([\d.]+) s from the near tier, `torch.load` ([\d.]+) s": [
+            back.median(way) for way in ("the same node", "torch.save")
+        ],
+        r"two ranks and (\d+) epochs of (\d+) steps": [hot.facts["epochs"], hot.facts["steps an epoch"]],
+    }
+    check_sentences("docs/papers/scr_exa.md", said)
+    for result in (cold, hot):
+        for way in result.point("to the next step").variants:
+            row = result.facts[way]
+            assert row["failures"] == len(result.point("to the next step").variants[way]["rounds"]) == 4
+            assert row["losses that differ"] == row["tensors that differ"] == 0
+            assert row["steps made again"] == 4 * result.facts["steps an epoch"] // 2
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_says_what_stays_undone_and_whose_figure_is_not_at_hand(name: str) -> None:
+    assert "\n## Not done\n" in page(name)
+    assert name in page("mkdocs.yml")
+    assert name.removeprefix("docs/") in page("docs/performance.md")
+
+
+# Figures in the sentences of docs/proof.md, computed here again; its tables are compared with the others.
+
+
+PAGE = "docs/proof.md"
+TB = newest("proof", "terabyte").facts
+
+
+def test_what_kills_cost() -> None:
+    rows = newest("proof").facts["variants"]
+    ours, others = rows["ours"], [row for name, row in rows.items() if name != "ours"]
+    steps, seconds = "steps lost a kill, mean", "seconds lost a kill, mean"
+    theirs = sorted(row[steps] for row in others)
+    said: dict[str, Iterable[float]] = {
+        r"fewest steps: ([\d.]+) a kill, where the others lose ([\d.]+) to ([\d.]*\d)": [
+            ours[steps],
+            theirs[0],
+            theirs[-1],
+        ],
+        r"most seconds: ([\d.]+) a kill, where `torch.save` loses ([\d.]*\d)": [
+            ours[seconds],
+            rows["torch.save"][seconds],
+        ],
+        r"takes over in ([\d.]+) s": [newest("takeover").found["medians"]["spare_to_first_step_s"]],
+    }
+    over_kafka = newest("proof", "kafka").facts["variants"]["ours"]
+    said[r"over Kafka (\d+) steps are lost a kill"] = [over_kafka[steps]]
+    check_sentences(PAGE, said)
+    assert over_kafka["kills"]["broker"] == 20
+    assert ours[steps] < theirs[0]
+    assert ours[seconds] > max(row[seconds] for row in others)
+
+
+@pytest.mark.parametrize("variant", ["", "many", "kafka"])
+def test_no_bit_differs_after_any_kill(variant: str) -> None:
+    for row in newest("proof", variant).facts["variants"].values():
+        assert (row["losses that differ"], row["tensors that differ"], row["rows lost or stale"]) == (0, 0, 0)
+        assert row["losses compared"] >= 2 * row["steps"]
+        assert sum(row["kills"].values()) > 0
+
+
+def test_one_job_outlives_a_thousand_kills() -> None:
+    kills = {name: sum(row["kills"].values()) for name, row in newest("proof", "many").facts["variants"].items()}
+    assert kills.pop("ours") == 1000
+    assert set(kills.values()) == {50}
+    assert "A thousand kills of one job and its one log**, and 50 of each other tool" in page(PAGE)
+    assert "1,000 kills, no wrong bit" in page("README.md")
+
+
+def test_where_failures_leave_time_and_where_others_are_ahead() -> None:
+    result = newest("proof", "ettr")
+    ours, paced, spare = "ours", "ours, paced", "ours, paced, a hot spare"
+    others = ("torch.save", "dcp.async_save", "ModelDeltaTracker and DCP")
+    short, hour, long = (result.point(f"MTBF {name}") for name in ("10 min", "1 h", "6 h"))
+    at_long = sorted(long.median(name) for name in others)
+    said: dict[str, Iterable[float]] = {
+        r"hour: ([\d.]+)% at 10 minutes where the best of the others has ([\d.]+)%": [
+            short.median(spare),
+            max(short.median(name) for name in others),
+        ],
+        r"steps that take ([\d.]+) times as long": [result.facts["costs"][ours]["slower"]],
+        r"it is ([\d.]+)%, and ([\d.]+)% with a spare, where they have ([\d.]+)% to ([\d.]+)%": [
+            long.median(paced),
+            long.median(spare),
+            at_long[0],
+            at_long[-1],
+        ],
+        r"take (\d+) s of each failure": [
+            result.facts["assumed: seconds to notice"] + result.facts["assumed: seconds to place processes"]
+        ],
+        r"one store of (\d+) GB/s": [result.facts["assumed: GB a second of one store"]],
+    }
+    check_sentences(PAGE, said)
+    for ending in ("", ", one store"):
+        short, hour, long = (result.point(f"MTBF {name}{ending}") for name in ("10 min", "1 h", "6 h"))
+        for point in (short, hour):
+            assert point.median(spare) > max(point.median(name) for name in others)
+        assert short.median("torch.save") < min(short.median(ours), short.median(paced))
+        for point in (short, hour, long):
+            assert point.median(others[2]) > max(point.median(ours), point.median(paced)) - 0.1
+        for point in (hour, long):
+            assert point.median(others[1]) > max(point.median(ours), point.median(paced))
+        assert min(long.median(name) for name in others) > long.median(ours)
+
+
+def test_what_a_terabyte_takes() -> None:
+    cold, folded = TB["restore, cold"], TB["materializer"]
+    of_first = TB["store of the first marker"]["objects"] - 3  # STORE, a CLAIM, a manifest
+    alone, after = folded["seconds of a marker"][:3], folded["seconds of a marker"][3:]
+    text = " ".join(page(PAGE).split()).replace(",", "")
+    said: dict[str, Iterable[float]] = {
+        r"restore takes (\d+) MB for a share of (\d+) a search ([\d.]+) MB and the materializer ([\d.]+) MB": [
+            cold["restore"]["memory, MB"],
+            TB["bytes of a share"] / 1e6,
+            cold["find"]["memory, MB"],
+            folded["memory, MB"],
+        ],
+        r"path: (\d+) GETs of which (\d+) are for the first": [cold["find"]["requests"]["GET"], of_first],
+        r"took the materializer ([\d.]+) to ([\d.]+) s each; the others took up to ([\d.]+) s": [
+            min(alone),
+            max(alone),
+            max(after),
+        ],
+        r"span of all 16 has (\d+) segments": [cold["find"]["segments"] - of_first],
+    }
+    for pattern, values in said.items():
+        (found,) = re.findall(pattern, text)
+        for shown, value in zip([found] if isinstance(found, str) else found, values, strict=True):
+            last = 10.0 ** -len(shown.partition(".")[2])
+            assert abs(float(shown) - value) <= 0.5001 * last, (shown, value)
+    assert folded["markers"] == 16
+    assert cold["restore"]["rows that differ"] == TB["restore, warm"]["restore"]["rows that differ"] == 0
+
+
+def test_the_month_is_that_of_the_command_on_the_page() -> None:
+    assert f"stream-ckpt {MONTH} --all" in page(PAGE)
+    proofs = planned()["month"]["proofs"]["once"]
+    (plain, held), (bare, _), (full, of_full), (few, of_few) = ways().values()
+    costs = UnitCosts()
+    said: dict[str, Iterable[float]] = {
+        r"([\d.]+) million reads a marker": [proofs["reads"] / 1e6],
+        r"holds ([\d.]+)% of the bytes of differentials and ([\d.]+)% of those of full copies": [
+            100 * held / of_few,
+            100 * held / of_full,
+        ],
+        r"costs \$(\d+) in requests, and \$(\d+) with `--no-check-proofs`": [plain.cost(costs), bare.cost(costs)],
+        r"full copies \$(\d+), differentials \$(\d+)": [full.cost(costs), few.cost(costs)],
+    }
+    check_sentences(PAGE, said)
+    with_storage = [each.cost(costs) + 0.023 * num_bytes / 1e9 for each, num_bytes in ways().values()]
+    assert with_storage[0] == max(with_storage)
+
+
+def test_how_old_a_served_row_is() -> None:
+    result = newest("freshness", "age")
+
+    def p99(name: str) -> float:
+        return float(result.facts[f"{name}: of all rounds, ms"]["p99"])
+
+    said: dict[str, Iterable[float]] = {
+        r"of 100 rows 99 are served within ([\d.]+) ms over a file log and ([\d.]+) over Kafka": [
+            p99("file, rows"),
+            p99("kafka, rows"),
+        ],
+        r"in `markers` mode (\d+) ms, over Kafka (\d+):": [p99("file, markers"), p99("kafka, markers")],
+    }
+    check_sentences(PAGE, said)
+    over_kafka = {r"over Kafka 99 of 100 rows are served within ([\d.]+) ms": [p99("kafka, rows")]}
+    check_sentences("docs/follow.md", over_kafka)
+    goals = [goal["met"] for goal in result.found["goals"] if "age" in goal["what"]]
+    assert goals == [True] * 8
+
+
+def test_pictures_are_of_the_newest_results() -> None:
+    pictures = re.findall(r"!\[[^\]]*\]\(([^)]+)\)", page(PAGE))
+    shown = {(ROOT / "docs" / each).resolve() for each in pictures}
+    assert shown == {newest("proof", variant).path.with_suffix(".png") for variant in ("", "ettr")}

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from tests.command import call, run
 from tests.followers import LOAD, MARKER, begun, weights_in
 from tests.followers import truth as image_at
 from tests.mapped_job import ONE, SCHEMA, Dump, MappedJob
-from tests.parts import app
 from tests.synthetic import Job
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, SinkUnavailableError
@@ -264,18 +263,17 @@ def test_the_command_writes_files_and_serves_metrics(tmp_path: Path, monkeypatch
 
     monkeypatch.setattr("torchrec_stream_ckpt.cli.follow.serve_metrics", Endpoint)
     arguments = ["follow", f"file://{job.root}", "--parquet", str(folder), "--once", "--json", "--metrics-port", "1"]
-    done = CliRunner().invoke(app, arguments, catch_exceptions=False)
-    assert done.exit_code == 0
+    run(*arguments)
     gone = sorted(job.live(ONE))[:2]
     job.owners[ONE][np.isin(job.owners[ONE], gone)] = 2**63 - 1
     job.commit()
-    lines = CliRunner().invoke(app, arguments, catch_exceptions=False).output.splitlines()
+    lines = run(*arguments).splitlines()
     record = json.loads(lines[-1])
     assert (record["kind"], record["tombstones"], record["rows"]) == ("marker", 2, 0)
     assert is_true(job, folder)
     assert closed == [True, True]
     assert served[-1]["tombstones"] == 2
     assert served[-1]["tombstones_per_s"] > 0
-    failed = CliRunner().invoke(app, [*arguments, "--redis", "redis://localhost"])
+    failed = call(*arguments, "--redis", "redis://localhost")
     assert isinstance(failed.exception, ConfigError)
     assert "--redis and --parquet are two followers" in str(failed.exception)

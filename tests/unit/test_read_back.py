@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import random
-from concurrent.futures import Executor
+import shutil
+import signal
+from collections.abc import Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import stores
-from tests.parts import GcRules, Materializer, Policy, Retention, Scrubber, collect, open_dense
+from tests import builders, stores
+from tests.command import attempt, call, run
+from tests.parts import FolderObjects, GcRules, Materializer, Policy, Retention, Scrubber, arm, collect, open_dense
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import ALWAYS, NEVER, SPANS, branched
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
+from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Fold
 from torchrec_stream_ckpt.format.readings import Reading, ReadUnit, ScrubPlace
-from torchrec_stream_ckpt.inner import Catalog, Holdings
+from torchrec_stream_ckpt.inner import Catalog, Damaged, Holdings, Job, find
 from torchrec_stream_ckpt.maintain.gc import gc as gc_module
 from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
 from torchrec_stream_ckpt.maintain.scrub.readings import COUNTS_FOR_S, ReadBack
-from torchrec_stream_ckpt.store.verdicts import take_back
+from torchrec_stream_ckpt.store.verdicts import put_reading, take_back
 from torchrec_stream_ckpt.util.layout import READINGS_DIR, FoldName, scrub_place_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -335,3 +343,203 @@ def test_the_rows_of_a_piece_are_those_of_the_markers_that_it_leads_over(tmp_pat
 def _markers(holdings: Holdings, start: MarkerId | None, end: MarkerId) -> set[MarkerId]:
     chain = [commit.id for commit in holdings.strides.chain(end)]
     return set(chain[chain.index(start) + 1 :] if start is not None else chain)
+
+
+# What a trim relies on is read, or was, and what a reader finds damaged counts no more.
+
+
+@pytest.mark.parametrize(
+    "reader",
+    [("verify", "1:6"), ("verify", "--all"), ("trim", "--verify"), ("gc", "--give-up", "lost"), ("restore",)],
+    ids=" ".join,
+)
+def test_every_reader_that_finds_damage_takes_back_what_was_read(history: History, reader: tuple[str, ...]) -> None:
+    stores.fold(history.root, Policy(rebase=1e-9, compact="none"))
+    root, uri = str(history.root), f"file://{history.root}"
+    assert trim(history, "--upto", "1:3")[0] == 0
+    with ThreadPoolExecutor(2) as pool:
+        read_back = ReadBack(history.objects, history.lineage.job, pool, {"a host": 0.0})
+        holdings = Holdings.load(history.objects, history.lineage)
+        assert read_back.is_whole(holdings, (None, MarkerId(1, 6)))
+        read_back.save()
+    base = FoldName(history.lineage.job, MarkerId(1, 6), None).name
+    assert base in units(history.objects)  # type: ignore[arg-type]
+    flip(history, "m00000006-from-root-p000")
+    if reader == ("restore",):
+        job = Job.open(uri, store=root)
+        damaged = Damaged()
+        with contextlib.closing(job):
+            route = find(job, None, damaged=damaged)
+            assert route is not None
+            name = next(each.ref.name for each in route.segments if "m00000006-from-root" in each.ref.name)
+            damaged.elsewhere(route, CorruptionError("a checksum does not match", name=name))  # as reading raises it
+            find(job, None, damaged=damaged)
+    else:
+        call(reader[0], uri, "--store", root, *reader[1:])
+    assert base not in units(history.objects)  # type: ignore[arg-type]
+
+
+def trim(history: History, *more: str) -> tuple[int, dict[str, Any], str]:
+    root = str(history.root)
+    status, said = attempt("trim", f"file://{root}", "--store", root, "--json", *more)
+    return status, json.loads(said) if status == 0 else {}, said
+
+
+def flip(history: History, part: str) -> str:
+    (name,) = (entry.name for entry in history.objects.list("segments/") if part in entry.name)
+    path = history.root / name
+    path.write_bytes(path.read_bytes()[:-10] + bytes([path.read_bytes()[-10] ^ 4]) + path.read_bytes()[-9:])
+    return name
+
+
+@pytest.mark.parametrize("policy", [NEVER, Policy(rebase=1e-9, compact="none")], ids=["interval", "base"])
+def test_a_chunk_that_was_flipped_after_folding_keeps_the_log_that_has_its_rows(
+    history: History, policy: Policy
+) -> None:
+    stores.fold(history.root, policy)
+    name = flip(history, "r00000-m00000004-p000" if policy is NEVER else "m00000006-from-root-p000")
+    before = stores.contents(history.objects)
+    status, _, said = trim(history)
+    assert (status, name in said, "scrub URI --store URL --repair" in said) == (1, True, True), said
+    assert stores.contents(history.objects) == before
+    root = str(history.root)
+    run("scrub", f"file://{root}", "--store", root, "--repair")
+    assert trim(history)[0] == 0
+    marker = MarkerId(1, 6)
+    shutil.rmtree(history.root / "data")
+    assert stores.rows_of(history.objects, history.lineage, marker) == history.rows[marker]
+
+
+def test_a_trim_reads_what_it_takes_away_and_not_what_was_taken_before(history: History) -> None:
+    stores.fold(history.root, NEVER)
+    sizes = {
+        marker: sum(entry.num_bytes for entry in history.objects.list("segments/") if f"m{marker:08d}" in entry.name)
+        for marker in range(1, 7)
+    }
+    status, planned, _ = trim(history, "--upto", "1:3", "--dry-run")
+    assert (status, list(history.objects.list(f"{READINGS_DIR}/"))) == (0, [])
+    status, done, _ = trim(history, "--upto", "1:3")
+    assert 0 < done["read_bytes"] == planned["read_bytes"] < sum(sizes[marker] for marker in (1, 2, 3))
+    flip(history, "r00000-m00000002-p000")  # the log has it no more: nothing that this trim takes away would mend it
+    status, more, said = trim(history)
+    assert status == 0, said
+    assert 0 < more["read_bytes"] < sum(sizes[marker] for marker in (4, 5, 6))
+    assert trim(history)[1]["read_bytes"] == 0
+
+
+def test_a_trim_relies_on_what_gc_has_read(history: History, pool: Executor) -> None:
+    stores.fold(history.root, Policy(rebase=1e-9, compact="none"))
+    lineage = history.lineage
+    rules = GcRules(retention=Retention(newest=6))
+    gc_rules = replace(rules, retention=Retention(newest=5))
+    collect(history.objects, lineage, lineage.job, gc_rules, pool)
+    status, done, said = trim(history)
+    assert (status, done["read_bytes"]) == (0, 0), said
+
+
+# What a reader finds damaged counts as read no more: also for a gc that goes on, on a full disk, and after a kill.
+
+
+POINTS = ("readings.taken_back",)
+READ = tuple(ReadUnit(FoldName(builders.JOB, MarkerId(1, marker), None).name, 7, 1) for marker in (1, 2, 3))
+
+
+def damage_of(unit: ReadUnit) -> list[CorruptionError]:
+    return [CorruptionError("flipped", name=unit.name)]
+
+
+def readings(store: Any, *each: Sequence[ReadUnit]) -> None:
+    for number, read in enumerate(each):
+        put_reading(store, builders.JOB, Reading(float(number), {"a host": 1.0}, tuple(read), "held://"))
+
+
+def test_damage_is_taken_back_from_all_readings_on_a_full_disk(tmp_path: Path) -> None:
+    """The first one was deleted, there was no room for the rest of it, and the second one counted for a week."""
+
+    class Full(FolderObjects):
+        def put(self, name: str, parts: Sequence[Buffer]) -> None:
+            raise StoreUnavailableError("no space left on device")
+
+    readings(FolderObjects(tmp_path), READ[:2], READ[1:], READ[2:])
+    take_back(Full(tmp_path), builders.JOB, damage_of(READ[1]))
+    assert units(FolderObjects(tmp_path)) == {READ[2].name}  # type: ignore[arg-type]
+
+
+def test_two_that_take_back_at_once_bring_nothing_back() -> None:
+    class Raced(HeldObjects):
+        raced = False
+
+        def delete(self, name: str) -> None:
+            if not self.raced:
+                self.raced = True
+                take_back(self, builders.JOB, damage_of(READ[1]))  # type: ignore[arg-type]
+            super().delete(name)
+
+    store = Raced({})
+    readings(store, READ)
+    take_back(store, builders.JOB, damage_of(READ[0]))  # type: ignore[arg-type]
+    assert not {READ[0].name, READ[1].name} & units(store)
+
+
+@pytest.mark.parametrize("nth", [1, 2])
+def test_a_kill_while_damage_is_taken_back_leaves_nothing_new_that_counts(tmp_path: Path, nth: int) -> None:
+    store = FolderObjects(tmp_path)
+    readings(store, READ[:2], READ[1:], READ[2:])
+    before = stores.contents(store)
+    child = os.fork()
+    if not child:
+        arm(f"{POINTS[0]}=kill@{nth}")
+        take_back(store, builders.JOB, damage_of(READ[1]))
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    left = stores.contents(store)
+    assert left.items() < before.items()
+    assert len(before) - len(left) == nth
+    take_back(store, builders.JOB, damage_of(READ[1]))
+    assert units(store) == {READ[2].name}  # type: ignore[arg-type]
+
+
+def test_what_is_taken_back_while_gc_works_is_read(
+    history: History, pool: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restore finds the damage after gc has begun, and before it deletes what the base was made of."""
+    store, check = Watched(history, pool), gc_module.check_relied
+    gc(history, store, pool, 0.0, 4)
+    name = store.flip("-m00000003-from-root-p000")
+
+    def late(*given: Any) -> None:
+        check(*given)
+        take_back(store, history.lineage.job, [CorruptionError("flipped", name=name)])  # type: ignore[arg-type]
+
+    monkeypatch.setattr(gc_module, "check_relied", late)
+    done = gc(history, store, pool, 2 * HOUR, 4)
+    assert [said for said in done.damaged if "-m00000003-from-root" in said]
+    for marker in (3, 4, 5, 6):
+        assert stores.rows_in(*without_base(history, store, marker)) == history.rows[MarkerId(1, marker)]
+
+
+def test_a_base_under_repair_keeps_its_sources_though_it_was_read_lately(history: History, pool: Executor) -> None:
+    """The materializer has found the damage, and reads what the base was made of, when the next gc comes."""
+
+    class Repaired(Watched):
+        due = ""
+
+        def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+            if self.due and self.due in name:
+                self.due = ""
+                with ThreadPoolExecutor(2) as other:
+                    gc(history, self, other, 2 * HOUR, 4)
+            return super().read(name, begin, end)
+
+    store, lineage = Repaired(history, pool), history.lineage
+    gc(history, store, pool, 0.0, 4)
+    name = store.flip("-m00000003-from-root-p000")
+    stores.lose_rows(history.root)
+    store.due = "-m00000002-from-root-p000"
+    made = Materializer(history.log, store, lambda _: open_dense(str(history.root)), pool)  # type: ignore[arg-type]
+    catalog = Catalog.load(store, lineage.job)  # type: ignore[arg-type]
+    assert made.repairer.mend(lineage, catalog, name, CorruptionError("flipped", name=name)).aside
+    assert not store.due
+    for marker in (3, 4, 5, 6):
+        rows = stores.rows_of(store, lineage, MarkerId(1, marker))  # type: ignore[arg-type]
+        assert rows == history.rows[MarkerId(1, marker)]

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
-from recipe_helper import load_recipe
+import torch
+from recipe_helper import criteo_fields, load_recipe, tsv
+
+from torchrec_stream_ckpt import GlobalBatches
 
 recipe = load_recipe("train_dlrm")
 
@@ -172,3 +178,226 @@ def test_a_sharding_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
         recipe.read_sharding(tmp_path / "plan.json", ["a"], 2)
     with pytest.raises(recipe.UserError, match="No such file"):
         recipe.read_sharding(tmp_path / "other.json", ["a"], 2)
+
+
+# The small recipes without any rank: their flags, their data, and one clear message for each mistake.
+
+
+files = load_recipe("files")
+OF_CLICKS = ("train_deepfm", "train_pnn", "train_dlrm_fsdp")
+OF_RATINGS = ("train_two_tower", "train_bert4rec")
+TWO_TIERS = ["--stream_ckpt", "file://near", "--stream_ckpt", "file://far"]
+RECIPES = (*OF_RATINGS, *OF_CLICKS)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--restore", "latest"], "--restore needs --stream_ckpt URI"),
+        (["--stream_ckpt", "ckpt"], "'ckpt' is not a known kind of log"),
+        (["--stream_ckpt", "kafka://h:1/j"], "store is required with Kafka"),
+        (["--batch_size", "0"], "0 is too small: pass at least 1"),
+        (["--embedding_dim", "18"], "--embedding_dim 18 is not a multiple of 4"),
+        (["--sharding", "grid"], "invalid choice: 'grid'"),
+        (["--learning_rate", "-1"], "-1 is not above zero"),
+        (["--criteo", "x"], "--criteo was removed: use --data PATH"),
+        (["--ratings", "x"], "--ratings was removed: use --data PATH"),
+        (["--limit_samples", "9"], "--limit_samples was removed: use --limit_train_batches N"),
+        (["--data", "x", "--synthetic", "small"], "--synthetic: not allowed with argument --data"),
+    ],
+)
+def test_a_mistake_in_a_small_recipe_prints_one_message(
+    name: str, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as error:
+        load_recipe(name).main(argv)
+    assert error.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["--mask", "1.5"], ["--dropout", "1"], ["--heads", "3"]])
+def test_a_transformer_that_cannot_be_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        load_recipe("train_bert4rec").main(argv)
+    *_, said, hint = capsys.readouterr().err.splitlines()
+    assert argv[0] in said
+    assert hint.startswith("Try: ")
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_small_recipe_that_is_started_without_torchrun_says_how(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(SystemExit):
+        load_recipe(name).main([])
+    assert f"torchrun --standalone --nproc_per_node 2 recipes/{name}.py" in capsys.readouterr().err
+
+
+def test_ratings_are_read_in_three_formats(tmp_path: Path) -> None:
+    wanted = [[1, 7, 4.5, 100], [2, 9, 3, 50]]
+    for number, text in enumerate(
+        (
+            "1::7::4.5::100\n2::9::3::50\n",
+            "1\t7\t4.5\t100\n2\t9\t3\t50\n",
+            "userId,movieId,rating,timestamp\n1,7,4.5,100\n2,9,3,50",
+        )
+    ):
+        path = tmp_path / f"ratings-{number}"
+        path.write_text(text)
+        assert files.read_ratings(path).tolist() == wanted
+
+
+@pytest.mark.parametrize("name", OF_RATINGS)
+@pytest.mark.parametrize("line", ["1::2::3", "1::2::3::4::5", "a::2::3::4", "1::-2::3::4", "1.5::2::3::4", ""])
+def test_a_bad_rating_is_told_with_its_number(name: str, line: str, tmp_path: Path) -> None:
+    (tmp_path / "ratings.dat").write_text(f"1::2::3::4\n{line}\n")
+    with pytest.raises(files.UserError, match=r"ratings\.dat:2: not USER::ITEM::RATING::TIME"):
+        data_of(name, "--data", str(tmp_path / "ratings.dat"))
+
+
+@pytest.mark.parametrize("name", OF_CLICKS)
+def test_clicks_are_read_and_a_bad_line_is_told_with_its_number(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "train.txt"
+    fields = criteo_fields(5)
+    path.write_text(tsv(fields))
+    clicks = data_of(name, "--data", str(path))
+    batch, order = clicks.batch(0, range(5), 5), clicks.shuffled(0)
+    assert sorted(order) == list(range(5))
+    for place, number in enumerate(order):
+        line = fields[number]
+        assert int(batch.labels[place]) == int(line[0])
+        counts = np.array([int(f or 0) for f in line[1:14]], np.float64)
+        assert batch.dense_features[place].tolist() == np.log(counts + 3).astype(np.float32).tolist()
+        ids = [ids for (ids,) in (batch.sparse_features[key].to_dense()[place].tolist() for key in keys_of(batch))]
+        assert ids == [int(f or "0", 16) % 5000 for f in line[14:]]
+    for bad, fault in (
+        (fields[0][:-1], "expected 40 fields, found 39"),
+        (["2", *fields[0][1:]], "label '2' is neither 0 nor 1"),
+        ([*fields[0][:-1], "xyz"], "C26 'xyz' is not a hash"),
+        ([*fields[0][:5], "1.5", *fields[0][6:]], "I5 '1.5' is not an integer"),
+    ):
+        path.write_text(tsv([*fields, bad]))
+        with pytest.raises(files.UserError, match=rf"train\.txt:6: {fault}"):
+            data_of(name, "--data", str(path))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_file_that_is_not_there_or_no_text_is_told(name: str, tmp_path: Path) -> None:
+    of_ratings = name in OF_RATINGS
+    with pytest.raises(files.UserError, match=r"[Nn]o such file or directory"):
+        data_of(name, "--data", str(tmp_path / "none"))
+    with pytest.raises(files.UserError, match="Is a directory" if of_ratings else "the folder has no Criteo data"):
+        data_of(name, "--data", str(tmp_path))
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(files.UserError, match="not a text file" if of_ratings else "not Criteo data"):
+        data_of(name, "--data", str(tmp_path / "binary"))
+
+
+def data_of(name: str, *argv: str) -> Any:
+    recipe = load_recipe(name)
+    args: argparse.Namespace = recipe.parse_args(argv)
+    if name in OF_CLICKS:
+        return recipe.open_clicks(args, [args.num_embeddings] * 26)
+    return (recipe.Likes if name == "train_two_tower" else recipe.Histories)(args)
+
+
+def features_of(batch: Any, size: int) -> list[list[list[int]]]:
+    """Ids of each sample and feature; none of what only fills up."""
+    features = [batch.sparse_features[key].to_dense() for key in keys_of(batch)]
+    return [[ids[at].tolist() for ids in features] for at in range(size)]
+
+
+def keys_of(batch: Any) -> list[str]:
+    keys: list[str] = batch.sparse_features.keys()
+    return keys
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_any_number_of_ranks_reads_the_same_samples(name: str) -> None:
+    whole, parts = data_of(name), data_of(name)
+
+    def batches(data: Any, rank: int, world: int) -> list[Any]:
+        loader = GlobalBatches(data.batch, samples=len(data), batch_size=10, rank=rank, world=world)
+        return [batch for batch, _ in zip(loader, range(3), strict=False)]
+
+    cut = [batches(parts, rank, 3) for rank in range(3)]
+    for number, one in enumerate(batches(whole, 0, 1)):
+        pieces = [each[number] for each in cut]
+        sizes = [3, 3, 4]
+        joined = [sample for piece, size in zip(pieces, sizes, strict=True) for sample in features_of(piece, size)]
+        assert joined == features_of(one, 10)
+        for field in ("dense_features", "labels"):
+            values = [getattr(piece, field)[:size] for piece, size in zip(pieces, sizes, strict=True)]
+            assert torch.equal(torch.cat(values), getattr(one, field))
+        assert [len(piece.labels) for piece in pieces] == [4, 4, 4]
+        assert features_of(pieces[0], 4)[3] == [[] for _ in keys_of(one)]
+
+
+def test_histories_are_in_the_order_of_time_and_of_one_user() -> None:
+    histories_of = load_recipe("train_bert4rec").histories_of
+    ratings = np.array([[1, 10, 5, 3], [2, 20, 5, 1], [1, 11, 5, 1], [1, 12, 5, 2], [3, 30, 5, 1], [2, 21, 5, 0]])
+    assert [list(each) for each in histories_of(ratings, 20)] == [[11, 12, 10], [21, 20]]
+    assert [list(each) for each in histories_of(ratings, 2)] == [[11, 12], [21, 20]]
+    assert histories_of(np.empty((0, 4)), 2) == []
+
+
+def test_each_history_has_a_masked_item_whose_label_is_what_was_there() -> None:
+    data = data_of("train_bert4rec", "--items", "50", "--mask", "0.01")
+    batch = data.batch(0, range(8), 8)
+    for place, (shown,) in enumerate(features_of(batch, 8)):
+        history = data.histories[data.order[place]] % 50
+        labels = batch.labels[place, : len(history)].tolist()
+        assert any(label >= 0 for label in labels)
+        assert [label if label >= 0 else item for label, item in zip(labels, shown, strict=True)] == history.tolist()
+        assert all((item == 50) == (label >= 0) for label, item in zip(labels, shown, strict=True))
+
+
+def test_a_proof_needs_a_recipe_and_something_to_restore(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    resume = load_recipe("resume_resharded")
+    (tmp_path / "mine.py").write_text("x = 1\n")
+    for argv, message in (
+        ([], "the following arguments are required: --recipe"),
+        (["--recipe", "train_nothing"], "--recipe train_nothing: no such file"),
+        (["--recipe", str(tmp_path / "mine.py")], "the recipe needs parse_args() and build()"),
+        (["--recipe", "train_pnn"], "pass --stream_ckpt URI and --restore latest or GENERATION:MARKER"),
+        (["--recipe", "train_pnn", "--stream_ckpt", "file://x", "--restore", "none"], "pass --stream_ckpt URI"),
+        (["--recipe", "train_pnn", "--batch_size", "0"], "0 is too small: pass at least 1"),
+        (["--recipe", "train_pnn", *TWO_TIERS], "a proof applies to one tier: pass --stream_ckpt once"),
+    ):
+        with pytest.raises(SystemExit) as error:
+            resume.main(argv)
+        assert error.value.code == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_proof_sees_one_bit_and_what_is_missing() -> None:
+    resume = load_recipe("resume_resharded")
+    held = {
+        "table": {"m.embedding_bags.t.weight": torch.tensor([[0.0, 1.0]])},
+        "fused": {"state.t.momentum1": torch.tensor([1.0])},
+        "model": {"w": torch.tensor([float("nan")])},
+        "optimizer": {},
+    }
+    marker = {name: value.clone() for state in held.values() for name, value in state.items()}
+    marker["m.embeddings.t.weight"] = marker["m.embedding_bags.t.weight"]  # an export has both names
+
+    def differences(marker: dict[str, torch.Tensor]) -> list[str]:
+        return [line.difference for line in resume.compare(held, marker).values()]
+
+    assert differences(marker) == ["", "", "", ""]
+    assert differences({**marker, "m.embedding_bags.t.weight": torch.tensor([[-0.0, 1.0]])}) == [
+        "m.embedding_bags.t.weight: differs",
+        "",
+        "",
+        "",
+    ]
+    assert differences({name: value for name, value in marker.items() if name != "state.t.momentum1"}) == [
+        "",
+        "state.t.momentum1: not in the marker",
+        "",
+        "",
+    ]
+    assert differences({**marker, "more": torch.zeros(1)}) == ["", "", "more: only in the marker", ""]
+    assert resume.compare(held, marker)["table"].values == 2

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import math
+import os
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from typer.testing import CliRunner
 
+from tests import builders
+from tests.command import call
 from tests.contract.test_log_contract import acknowledged, control_record
 from tests.counting import CountingObjects
 from tests.jobs_on_paper import PaperJob, tables
-from tests.parts import GcRules, Materializer, Policy, Retention, Scrubber, app, collect, locate, open_dense
+from tests.parts import GcRules, Materializer, Policy, Retention, Scrubber, collect, locate, open_dense
 from tests.s3.test_bucket_log import mark
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt.extras.sizing import requests as model
+from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
 from torchrec_stream_ckpt.extras.sizing.needs import plan
 from torchrec_stream_ckpt.extras.sizing.requests import HeldStore, Requests, fold_requests, marker_requests
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
+from torchrec_stream_ckpt.find import job
 from torchrec_stream_ckpt.find import job as find_job
 from torchrec_stream_ckpt.format import segment
+from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.log.bucket import log as bucket_log
 from torchrec_stream_ckpt.log.bucket.control_objects import BLOCK
@@ -36,6 +42,7 @@ from torchrec_stream_ckpt.maintain.gc import gc_delete
 from torchrec_stream_ckpt.maintain.scrub import scrub_reader
 from torchrec_stream_ckpt.store import ranges, reader
 from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.util.layout import parse_fold_segment, parse_store_segment
 from torchrec_stream_ckpt.util.types import TableSpec
 from torchrec_stream_ckpt.util.uris import BucketUri
 
@@ -215,7 +222,7 @@ def test_a_trim_asks_for_no_more_than_the_model_says(kept: Kept, monkeypatch: py
     monkeypatch.setattr(find_job, "open_store", lambda *_: kept.objects)
     before = 0.0
     for _ in range(2):
-        done = CliRunner().invoke(app, ["trim", f"file://{kept.job.root}", "--store", kept.objects.url])
+        done = call("trim", f"file://{kept.job.root}", "--store", kept.objects.url)
         assert "deleted" in done.output
         held = kept.held
         said = model.trim_requests(held, fresh=held.segments - before)
@@ -334,3 +341,188 @@ def test_small_markers_of_a_bucket_log_cost_by_time_and_large_ones_by_bytes() ->
     assert puts(0, 60.0) == pytest.approx(4 * 30 + 1 + 1 / 256)
     assert puts(4 * 80 * 2**20, 1.0) == pytest.approx(4 * 10 + 1 + 1 / 256)
     assert (model.LOG_OBJECT_BYTES, model.LINGER_S, model.PACKED) == (OBJECT_BYTES, LINGER_S, BLOCK)
+
+
+# Bytes of the model behind ``stream-ckpt plan``, held against the code's: markers, spans, bases, restores, trims.
+#
+# The job changes the same share of all rows at each marker, whichever they are: so the model's number of rows is exact.
+# Ranges and chunks are made small, so that folds are read in several requests, as large ones are.
+
+
+MARKERS, RANKS, SHARE = 80, 2, 0.04
+RANGE, CHUNK = 64 * 2**10, 16 * 2**10
+TABLES = (builders.table("t_a", 12_000, 16, "float32", builders.ROWWISE), builders.table("t_b", 6000, 8))
+
+
+@dataclass(frozen=True)
+class Even:
+    """Each second changes ``SHARE`` of the rows."""
+
+    rows: int
+
+    def distinct(self, seconds: float) -> float:
+        return self.rows * (1 - (1 - SHARE) ** seconds)
+
+
+WORK = Workload(
+    tables=tuple(TableLoad(spec, Even(spec.rows)) for spec in TABLES), ranks=RANKS, steps_per_s=1.0, marker_s=1.0
+)
+WHERE = Deployment(proof_bytes=0, trim_s=float(MARKERS))
+
+
+class ByKind(CountingObjects):
+    """Counts segments of intervals, spans and bases apart."""
+
+    def _count(self, operation: str, name: str, num_bytes: int = 0) -> None:
+        kind = name.partition("/")[0]
+        if (part := parse_fold_segment(name)) is not None:
+            kind = "spans" if part[0].start is not None else "bases"
+        elif parse_store_segment(name) is not None:
+            kind = "intervals"
+        super()._count(operation, kind, num_bytes)
+
+    def moved(self, operation: str, *kinds: str) -> int:
+        return sum(self.num_bytes[operation, kind] for kind in kinds)
+
+
+SEGMENTS = ("intervals", "spans", "bases")
+
+
+@dataclass
+class Folded:
+    """The job in its store, and what each kind of work has asked of it."""
+
+    job: Job
+    objects: ByKind
+    asked: Counter[tuple[str, str]] = field(default_factory=Counter)
+    num_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
+
+    @property
+    def held(self) -> Counter[str]:
+        """Objects by their first folder."""
+        found: Counter[str] = Counter()
+        for entry in open_store(self.objects.url).list(""):
+            found[entry.name.partition("/")[0]] += 1
+        return found
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Folded]:
+    root = tmp_path_factory.mktemp("bytes")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("fsync", "fdatasync"):
+            patch.setattr(os, name, lambda fd: None)
+        patch.setattr(segment, "CHUNK_BYTES", CHUNK)
+        patch.setattr(reader, "RANGE_BYTES", RANGE)
+        patch.setattr(model, "RANGE_BYTES", RANGE)
+        patch.setattr(model, "LEAST_RANGE_BYTES", RANGE - CHUNK)
+        job = Job(root / "log", world=RANKS, schema=Schema(TABLES))
+        job.begin()
+        job.commit()
+        for _ in range(MARKERS):
+            for stream in job.streams:
+                for shard in stream.shards:
+                    ids = np.sort(job.random.choice(shard.rows, round(SHARE * shard.rows), replace=False))
+                    job.put_rows(stream, shard, shard.row0 + ids)
+            job.flush()
+            job.commit()
+        made = Folded(job, ByKind(open_store(str(root / "store"))))
+        with ThreadPoolExecutor(2) as pool:
+            lineage, dense = Control(job.log).refresh(), open_dense(str(root))
+            materializer = Materializer(job.log, made.objects, lambda _: dense, pool, Policy())
+            for number, _ in enumerate(materializer.catch_up(lineage)):
+                if not number:  # the first marker holds every row: no part of a steady state
+                    made.objects.taken()
+            materializer.settle(lineage)
+        made.num_bytes = Counter(made.objects.num_bytes)
+        made.asked = made.objects.taken()
+        yield made
+
+
+@pytest.fixture
+def shares(measured: Folded) -> dict[str, Share]:
+    return store_shares(WORK, WHERE, UnitCosts())
+
+
+def test_a_marker_writes_the_bytes_of_its_rows(measured: Folded, shares: dict[str, Share]) -> None:
+    """Directories and notes come on top."""
+    written = measured.num_bytes["put", "intervals"] / MARKERS
+    assert 1.0 <= written / shares["markers"].written_bytes <= 1.06
+
+
+def test_small_objects_are_small(measured: Folded) -> None:
+    """What the model leaves out: manifests, folds' own objects, CLAIMs."""
+    for operation in ("put", "get"):
+        others = {key for key in measured.asked if key[0] == operation and key[1] not in SEGMENTS}
+        assert {key[1] for key in others} <= {"manifests", "folds", "claims", "summaries", "STORE"}
+        for key in others - {("put", "summaries"), ("get", "summaries")}:
+            assert measured.num_bytes[key] <= 4096 * measured.asked[key]
+
+
+def test_spans_and_bases_write_the_bytes_of_their_rows(measured: Folded, shares: dict[str, Share]) -> None:
+    load = fold_load(WORK, WHERE)
+    spans = measured.num_bytes["put", "spans"] / MARKERS
+    assert 0.75 <= spans / shares["spans"].written_bytes <= 1.05, "at a base some spans are left out"
+    bases = measured.asked["put", "bases"]
+    assert bases >= 2
+    assert measured.num_bytes["put", "bases"] / bases == pytest.approx(shares["bases"].written_bytes, rel=0.02)
+    assert bases == pytest.approx(MARKERS / load.cycle, abs=1)
+
+
+def test_folds_read_what_they_are_made_of_once_and_themselves_once(measured: Folded, shares: dict[str, Share]) -> None:
+    read = sum(measured.num_bytes["get", kind] for kind in SEGMENTS)
+    said = shares["spans"].read_bytes * MARKERS + shares["bases"].read_bytes * measured.asked["put", "bases"]
+    assert 0.8 <= read / said <= 1.05
+
+
+def test_folds_ask_for_no_more_ranges_than_the_model_says(measured: Folded) -> None:
+    read = sum(measured.num_bytes["get", kind] for kind in SEGMENTS)
+    folds, tables = measured.held["folds"], len(TABLES)
+    opened = sum(1 for key in measured.asked.elements() if key[0] == "get" and key[1] in SEGMENTS)
+    once = model.fold_requests(1.0, 1.0, segments=4 * RANKS, tables=tables)
+    assert opened <= folds * once.reads + read / model.LEAST_RANGE_BYTES
+
+
+def test_a_restore_reads_no_more_than_the_longest_way(measured: Folded, shares: dict[str, Share]) -> None:
+    lineage = Control(measured.job.log).refresh()
+    catalog = Catalog.of_job(measured.objects, lineage)
+    assert catalog is not None
+    covers = [catalog.cover(lineage.chain(marker)) for marker in sorted(lineage.commits)]
+    longest = max(covers, key=lambda cover: sum(piece.num_bytes for piece in cover))
+    most = sum(piece.num_bytes for piece in longest)
+    assert 0.4 <= most / shares["restores"].read_bytes <= 1.02
+    measured.objects.taken()
+    route = locate(lineage, longest[-1].end, catalog)
+    with ThreadPoolExecutor(2) as pool:
+        for piece in route.pieces:
+            assert list(read_chunks(measured.objects, piece.opened, pool))
+    read = measured.objects.moved("get", *SEGMENTS)
+    assert 0.95 <= read / most <= 1.1, "rows once; directories are in summaries, in part"
+    gets = sum(times for (operation, _), times in measured.objects.taken().items() if operation == "get")
+    segments = sum(len(piece.segments) for piece in longest)
+    held = model.HeldStore(
+        ranks=RANKS,
+        tables=len(TABLES),
+        markers=MARKERS + 1,
+        path_pieces=len(longest),
+        path_segments=segments,
+        path_bytes=most,
+    )
+    assert gets <= model.restore_requests(held).reads
+
+
+def test_a_trim_reads_what_is_new_once(
+    measured: Folded, shares: dict[str, Share], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "open_store", lambda *_: measured.objects)
+    measured.objects.taken()
+    done = call("trim", f"file://{measured.job.root}", "--store", measured.objects.url)
+    assert "deleted" in done.output
+    first = WORK.table_bytes
+    read = measured.objects.moved("get", *SEGMENTS) - first
+    assert 0.65 <= read / shares["trims"].read_bytes <= 1.05, "intervals, spans and bases that a restore would read"
+    asked, held = measured.objects.taken(), measured.held
+    gets = sum(times for (operation, _), times in asked.items() if operation == "get")
+    store = model.HeldStore(ranks=RANKS, markers=MARKERS + 1, folds=held["folds"], segments=held["segments"])
+    said = model.trim_requests(store, fresh=held["segments"], fresh_bytes=read + first)
+    assert 0.5 <= gets / said.reads <= 1.0

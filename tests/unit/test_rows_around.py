@@ -4,16 +4,15 @@ log bit for bit, or name the object."""
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from tests.parts import Policy, app, open_dense, trim_log
-from tests.stores import choose, fold
+from tests.command import ask
+from tests.parts import FolderObjects, Policy, locate, open_dense, trim_log
+from tests.stores import choose, fold, lose_rows
 from tests.synthetic import JOB, Image, Job, image_of_log
 from tests.unit.read_job import (
     HARMS,
@@ -32,8 +31,8 @@ from tests.unit.read_job import (
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
 from torchrec_stream_ckpt.format.segment import parse_front
-from torchrec_stream_ckpt.inner import Control, MarkerRows, TableReader, open_store
-from torchrec_stream_ckpt.util.layout import DATA_DIR, dropped_name, manifest_name
+from torchrec_stream_ckpt.inner import Catalog, Control, MarkerRows, TableReader, open_rows, open_store
+from torchrec_stream_ckpt.util.layout import DATA_DIR, dropped_name, manifest_name, parse_store_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 
 Read = Callable[[Job, MarkerId], Image]
@@ -264,8 +263,130 @@ def test_a_marker_whose_record_of_being_given_up_is_damaged_is_not_offered(job: 
     assert found.marker == before
     with follow(f"file://{job.root}", scratch=job.root.parent) as replica:
         assert next(replica.updates(timeout_s=0)).marker == before
-    done = CliRunner().invoke(app, ["verify", f"file://{job.root}", "--all", "--json"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    first, second, *_ = json.loads(done.stdout)
+    first, second, *_ = ask("verify", f"file://{job.root}", "--all")
     assert (first["marker"], first["verdict"]) == (str(NEWEST), "not read")
     assert (second["marker"], second["verdict"]) == (str(before), "whole")
+
+
+# One bit is wrong in an object of the store, and other bytes have its rows: readers take those, and say so once.
+
+
+BASE = "segments/*/f-*-from-root-p000.seg"
+FOURTH = "segments/*/g00000001-r00001-m00000004-p000.seg"
+
+
+@pytest.fixture
+def longer(tmp_path: Path) -> Job:
+    """Six markers in a store with bases; after the last base come more intervals."""
+    longer = Job(tmp_path / "log")
+    longer.begin()
+    for _ in range(6):
+        go_on(longer)
+    fold(longer.root, Policy(rebase=0.3, compact="none"))
+    assert len(list(longer.root.glob(BASE))) > 1
+    return longer
+
+
+def flip(longer: Job, pattern: str, at: int = -10) -> Path:
+    """Flip a bit in the newest object of these; by default in its last chunk, where no directory tells."""
+    path = sorted(longer.root.glob(pattern))[-1]
+    path.write_bytes(flipped(path.read_bytes(), at))
+    return path
+
+
+@pytest.mark.parametrize("read", [exported, followed])
+@pytest.mark.parametrize("pattern", [BASE, FOURTH])
+@pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])
+def test_what_is_read_around_a_flipped_bit_is_what_the_log_says(
+    longer: Job, read: Callable[[Job, MarkerId], Image], pattern: str, at: int
+) -> None:
+    newest = MarkerId(1, 6)
+    path = flip(longer, pattern, at)
+    harmed = path.read_bytes()
+    assert read(longer, newest) == image_of_log(longer.log, lineage_of(longer), newest)
+    assert path.read_bytes() == harmed, "a reader changes nothing"
+
+
+def test_readers_that_share_their_sources_all_go_around_what_one_has_found(longer: Job) -> None:
+    newest = MarkerId(1, 6)
+    flip(longer, BASE)
+    lineage, scratch = lineage_of(longer), longer.root.parent / "scratch"
+    scratch.mkdir()
+    with open_rows(longer.log, lineage, newest, open_store(str(longer.root)), scratch) as found:
+        image = Image(found.schema)
+        tables = range(len(found.schema.tables))
+        readers = [(index, TableReader(found, index)) for _ in range(2) for index in tables]
+        for index, reader in readers:  # all were opened before anything was found
+            for row0, rows in reader.windows():
+                put(image, reader, index, np.arange(row0, row0 + rows), reader.read(row0, rows))
+    assert image == image_of_log(longer.log, lineage, newest)
+
+
+@pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])
+def test_a_marker_with_a_damaged_base_is_verified_by_what_the_base_was_made_of(
+    longer: Job, caplog: pytest.LogCaptureFixture, at: int
+) -> None:
+    path = flip(longer, BASE, at)
+    assert verified(longer, MarkerId(1, 6)).reach == MarkerId(1, 6)
+    said = [each.getMessage() for each in caplog.records]
+    assert len(said) == 1, "it is said once"
+    assert "reading the store without" in said[0]
+    assert said[0].endswith("Try: stream-ckpt scrub URI --store URL --repair")
+    assert path.name in said[0]
+
+
+def test_an_interval_that_is_damaged_comes_from_the_log(longer: Job) -> None:
+    base = sorted(longer.root.glob(BASE))[-1]
+    marker = int(base.name.split("-m")[1][:8])
+    newest = MarkerId(1, marker + 1)
+    while len(lineage_of(longer).commits) < newest.marker:
+        go_on(longer)
+    fold(longer.root, Policy(rebase=0, compact="none"))
+    flip(longer, f"segments/*/g00000001-r00000-m{newest.marker:08d}-p000.seg")
+    assert verified(longer, newest).reach == MarkerId(1, marker), "the store serves what comes before"
+
+
+def test_damage_without_another_way_names_the_object_and_what_to_try(longer: Job) -> None:
+    path = flip(longer, BASE)
+    marker = MarkerId(1, int(path.name.split("-m")[1][:8]))
+    for other in longer.root.glob("folds/*/*-from-root.json"):
+        if f"m{marker.marker:08d}" not in other.name:
+            other.unlink()
+    (longer.root / manifest_name(JOB, MarkerId(1, 1))).unlink()  # as gc leaves it: nothing leads to the base
+    lose_rows(longer.root)
+    for read in (verified, exported):
+        with pytest.raises(CorruptionError) as told:
+            read(longer, marker)
+        assert path.name in told.value.headline
+        assert f"marker={marker}" in told.value.headline
+        assert told.value.hint.startswith("restore this object")
+
+
+@pytest.mark.parametrize("at", [-10, 30], ids=["a chunk", "the directory"])
+def test_only_what_leads_around_damage_is_looked_at(longer: Job, monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    """Not the whole path: with a thousand markers that would be a thousand requests, and more at each damaged piece."""
+    for _ in range(24):
+        go_on(longer)
+    fold(longer.root, Policy(rebase=0.3, compact="none"))
+    *_, older, newest = sorted(longer.root.glob(BASE))
+    flip(longer, BASE, at)
+    marker = MarkerId(1, 30)
+    read, names = FolderObjects.read, list[str]()
+
+    def reading(self: FolderObjects, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        names.append(name)
+        return read(self, name, begin, end)
+
+    lineage, objects = lineage_of(longer), open_store(str(longer.root))
+    catalog = Catalog.load(objects, JOB)
+    known = {str(newest.relative_to(longer.root)): CorruptionError("a bit")} if at == -10 else {}
+    monkeypatch.setattr(FolderObjects, "read", reading)
+    route = locate(lineage, marker, catalog, damaged=known)
+    assert route.stored == marker
+    needed = {picked.ref.name for piece in route.pieces for picked in piece.opened}
+    assert str(older.relative_to(longer.root)) in needed
+    first = min(piece.end for piece in route.pieces)
+    assert {found.marker for name in names if (found := parse_store_segment(name))} <= {
+        each for each in lineage.commits if each >= first
+    }
+    assert len([name for name in names if name.startswith("folds/")]) == 2, "the damaged base's, and the one before it"

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import shutil
+import threading
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests import stores
-from tests.parts import Dropped, GcRules, Policy, Retention, Scrubber, collect
-from tests.stores import History, contents
+from tests.faults.disks import CannotMount, fill, small_disk
+from tests.parts import Dropped, FileLog, FolderObjects, GcRules, Policy, Retention, Scrubber, collect
+from tests.processes.test_scrub_kills import read_names
+from tests.stores import HeldObjects, History, contents
 from tests.synthetic import JOB, Job
-from tests.unit.folded_job import store_of
+from tests.unit.folded_job import lineage_of, store_of
 from tests.unit.scrubbed_job import (
     KINDS,
     MARKERS,
@@ -26,12 +33,15 @@ from tests.unit.scrubbed_job import (
     scrub,
     scrubbed_job,
 )
-from torchrec_stream_ckpt.errors import CorruptionError
+from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StoreUnavailableError
 from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.readings import ScrubPlace
 from torchrec_stream_ckpt.inner import Control, open_store
+from torchrec_stream_ckpt.maintain.repairer import Replacing
+from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.maintain.scrub import scrubber as scrubber_module
-from torchrec_stream_ckpt.maintain.scrub.background_scrub import Allowance
+from torchrec_stream_ckpt.maintain.scrub.background_scrub import Allowance, BackgroundScrub
+from torchrec_stream_ckpt.maintain.scrub.scrub_reader import SegmentPart
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage
 from torchrec_stream_ckpt.util.layout import SCRUB_DIR, dense_name, dropped_name, manifest_name, scrub_place_name
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -331,3 +341,329 @@ def test_an_allowance_is_kept_on_average_and_saves_no_more_than_it_may() -> None
     free = Allowance(None, clock=lambda: now[0])
     free.spend(10**12)
     assert free.wait_s == 0
+
+
+# A scrub of what cannot be read or written, of another log's store, and with wrong arguments.
+
+
+@pytest.mark.parametrize("rate", ["0", "-5", "0MB", "-1MB", "fast", "", "1e6", "nan"])
+def test_a_rate_that_is_not_above_zero_is_refused(job: Job, rate: str) -> None:
+    with pytest.raises(ConfigError, match=r"is not a size") as told:
+        invoke(f"file://{job.root}", "--store", str(store_of(job)), "--bytes-per-s", rate)
+    assert told.value.hint == "write it as 5GB or 800MB"
+
+
+def test_calls_that_are_wrong_are_refused(job: Job, tmp_path: Path) -> None:
+    log, store = f"file://{job.root}", str(store_of(job))
+    for arguments, said in (
+        ([], "scrub needs the job's log"),
+        ([log, "--no-log", "--store", store], "a log and --no-log exclude each other"),
+        (["--no-log"], "--no-log needs the store"),
+        (["--no-log", "--store", store, "--repair"], "--repair needs the job's log"),
+        ([log, "--store", store, "--job", "0" * 32], "the log belongs to job"),
+        (["--no-log", "--store", store, "--job", "xyz"], "is not a job's id"),
+    ):
+        with pytest.raises(ConfigError, match=said) as told:
+            invoke(*arguments)
+        assert told.value.hint
+    with pytest.raises(MarkerNotFoundError, match="the store holds nothing of this job"):
+        invoke(log, "--store", str(tmp_path / "mistyped"))
+    with pytest.raises(MarkerNotFoundError, match="no log here"):
+        invoke(f"file://{tmp_path}/nothing")
+    with pytest.raises(MarkerNotFoundError, match="this store has no markers"):
+        invoke("--no-log", "--store", str(tmp_path / "mistyped"))
+    with pytest.raises(MarkerNotFoundError, match="holds nothing of job"):
+        invoke("--no-log", "--store", store, "--job", "0" * 32)
+
+
+def test_a_store_is_read_without_its_log(job: Job) -> None:
+    path = one(job, "dense")
+    assert json.loads(invoke("--no-log", "--store", str(store_of(job)), "--json").stdout)[0]["damaged"] == []
+    harm(path)
+    done = invoke("--no-log", "--store", str(store_of(job)), "--json")
+    assert done.exit_code == 1
+    assert [each["name"] for each in json.loads(done.stdout)[0]["damaged"]] == [name_of(job, path)]
+
+
+def test_a_store_that_does_not_answer_keeps_the_place(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    read, names = FolderObjects.read, list[str]()
+
+    def failing(self: FolderObjects, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        names.append(name)
+        if len(names) > 20:
+            raise StoreUnavailableError("the disk is away", hint="mend it", name=name)
+        return read(self, name, begin, end)
+
+    monkeypatch.setattr(FolderObjects, "read", failing)
+    with pytest.raises(StoreUnavailableError, match="the disk is away"):
+        scrub(job)
+    monkeypatch.undo()
+    status, record = scrub(job)
+    assert (status, record["pass"], record["damaged"]) == (0, 1, [])
+
+
+def test_nothing_is_written_into_the_store_of_another_log(job: Job, tmp_path: Path) -> None:
+    other = Job(tmp_path / "other", seed=9)
+    other.begin()
+    for _ in range(MARKERS):
+        other.touch(2)
+        other.commit()
+    harm(one(job, "interval"))
+    before = contents(open_store(str(store_of(job))))
+    done = invoke(f"file://{other.root}", "--store", str(store_of(job)), "--repair", "--json")
+    (record,) = json.loads(done.stdout)
+    assert done.exit_code == 1
+    assert {each["state"] for each in record["damaged"]} == {"lost"}
+    assert name_of(job, one(job, "interval")) in {each["name"] for each in record["damaged"]}
+    after = contents(open_store(str(store_of(job))))
+    assert {name: data for name, data in after.items() if not name.startswith(f"{SCRUB_DIR}/")} == before
+
+
+def test_what_may_not_be_replaced_is_not_called_lost(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    damaged = one(job, "interval")
+    harm(damaged)
+    put = FolderObjects._put
+
+    def refusing(self: FolderObjects, path: Path, *how: Any) -> None:
+        if path == damaged:
+            raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+        put(self, path, *how)
+
+    monkeypatch.setattr(FolderObjects, "_put", refusing)
+    status, record = scrub(job, "--repair")
+    (found,) = record["damaged"]
+    assert (status, found["state"], found["lost"]) == (1, "damaged", None)
+    assert "cannot write it: Operation not permitted" in found["unrepaired"]
+    said = invoke(f"file://{job.root}", "--store", str(store_of(job)), "--repair", "--anew").stdout
+    assert "; not repaired now: cannot write it: Operation not permitted" in said
+    assert "the rights to write and replace" in said
+    monkeypatch.undo()
+    status, record = scrub(job, "--repair", "--anew")
+    assert (status, [each["state"] for each in record["damaged"]]) == (0, ["repaired"])
+
+
+@pytest.mark.parametrize("kind", ["interval", "base", "dense", "manifest", "fold"])
+def test_an_object_that_alone_cannot_be_read_is_named_and_the_rest_is_read(
+    job: Job, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    barred = name_of(job, one(job, kind))
+    for what in ("read", "size"):
+        plain = getattr(FolderObjects, what)
+
+        def refusing(self: FolderObjects, name: str, *more: Any, plain: Any = plain) -> Any:
+            if name == barred:
+                raise StoreUnavailableError("no right to read this one", name=name)
+            return plain(self, name, *more)
+
+        monkeypatch.setattr(FolderObjects, what, refusing)
+    for flags in ((), ("--repair",), ("--anew",)):
+        status, record = scrub(job, *flags)
+        assert (status, record["ended"]) == (1, True)
+        assert barred in {each["name"] for each in record["damaged"]} or kind == "dense"
+        said = [each["reason"] + (each["lost"] or "") + (each["unrepaired"] or "") for each in record["damaged"]]
+        assert any("no right to read this one" in each for each in said)
+    monkeypatch.undo()
+    status, record = scrub(job, "--anew")
+    assert (status, record["damaged"]) == (0, [])
+
+
+def test_a_manifest_that_alone_cannot_be_read_keeps_nothing_else_from_being_mended(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = one(job, "claim")
+    whole = harm(path)
+    barred = str(sorted(store_of(job).glob(KINDS["manifest"]))[-1].relative_to(store_of(job)))
+    plain = FolderObjects.read
+
+    def refusing(self: FolderObjects, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        if name == barred:
+            raise StoreUnavailableError("no right to read this one", name=name)
+        return plain(self, name, begin, end)
+
+    monkeypatch.setattr(FolderObjects, "read", refusing)
+    states = {each["name"]: each["state"] for each in scrub(job, "--repair")[1]["damaged"]}
+    assert states[name_of(job, path)] == "repaired"
+    assert states[barred] != "repaired"
+    assert path.read_bytes() == whole
+
+
+def test_bytes_that_were_set_aside_and_cannot_be_read_now_are_not_overwritten() -> None:
+    class Aside(HeldObjects):
+        def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+            if name == "damaged/claims/x":
+                raise CorruptionError("the disk cannot read it", name=name)
+            return super().read(name, begin, end)
+
+    store = Aside({"claims/x": b"two", "damaged/claims/x": b"one"})
+    into = Replacing(store)  # type: ignore[arg-type]
+    into.put("claims/x", [b"three"])
+    assert into.asides == ["damaged/claims/x.2"]
+    assert store.held == {"claims/x": b"three", "damaged/claims/x": b"one", "damaged/claims/x.2": b"two"}
+
+
+def test_a_store_that_may_only_be_read_is_scrubbed_and_keeps_no_place(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scrubber, "SAVE_S", 0.0)
+
+    def refusing(self: FolderObjects, name: str, parts: object) -> None:
+        raise StoreUnavailableError("cannot write", name=name)
+
+    monkeypatch.setattr(FolderObjects, "put", refusing)
+    done = invoke(f"file://{job.root}", "--store", str(store_of(job)))
+    assert done.exit_code == 0, done.output
+    assert "nothing is damaged" in done.stdout
+    assert "Warning: the progress of this scrub cannot be saved: cannot write" in done.stderr
+    assert list(store_of(job).glob(f"{SCRUB_DIR}/*/*")) == []
+
+
+def test_a_scrubber_asks_the_store_nothing_before_it_reads(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A materializer makes one when it opens its store: it must not end there half opened."""
+
+    def away(self: FolderObjects, prefix: str) -> object:
+        raise StoreUnavailableError("away")
+
+    lineage = Control(FileLog(job.root)).refresh()
+    monkeypatch.setattr(FolderObjects, "list", away)
+    made = Scrubber(open_store(str(store_of(job))), lambda: lineage, "service")
+    assert made.kept.oldest_s == 0.0
+    with pytest.raises(StoreUnavailableError, match="away"):
+        list(made.pieces())
+
+
+# Scrubs whose segments and dense files are read on several threads.
+
+
+THREAD = "scrubs"
+
+
+@pytest.fixture
+def threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(scrubber.AHEAD, THREAD)
+
+
+@pytest.fixture
+def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, set[str]]:
+    """By object, the threads that read it."""
+    found: dict[str, set[str]] = {}
+    read = FolderObjects.read
+
+    def reading(self: FolderObjects, name: str, begin: int = 0, end: int | None = None) -> memoryview:
+        found.setdefault(name, set()).add(threading.current_thread().name.partition("_")[0])
+        return read(self, name, begin, end)
+
+    monkeypatch.setattr(FolderObjects, "read", reading)
+    return found
+
+
+def test_threads_read_all_that_one_thread_reads_and_the_scrub_pays_for_it(
+    job: Job, threads: ThreadPoolExecutor, reads: dict[str, set[str]]
+) -> None:
+    objects, lineage = open_store(str(store_of(job))), lineage_of(job)
+    alone = Scrubber(objects, lambda: lineage, "service")
+    list(alone.pieces())
+    assert {each for by in reads.values() for each in by} == {threading.current_thread().name}
+    reads.clear()
+    made = Scrubber(objects, lambda: lineage, "command", pool=threads)
+    paid = sum(made.pieces())
+    assert made.counts.scrub_damaged == 0
+    assert (made.place.ended, made.place.objects) == (True, alone.place.objects)
+    assert (made.place.num_bytes, made.counts) == (alone.place.num_bytes, alone.counts)
+    assert paid >= made.place.num_bytes
+    segments = {name: by for name, by in reads.items() if name.endswith(".seg")}
+    assert {each for by in segments.values() for each in by} == {THREAD}, "whole segments are for threads"
+    assert len(segments) > scrubber.AHEAD
+
+
+def test_damage_that_threads_find_is_repaired_and_nothing_else_is_read_twice(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kinds = ("claim", "dense", "base", "manifest", "interval")
+    paths = [one(job, kind) for kind in kinds]
+    before = {path: harm(path) for path in paths}
+    (gone,) = sorted(store_of(job).glob("segments/*/g00000001-r00000-m00000002-p000.seg"))
+    before[gone] = harm(gone, "lost")
+    read = read_names(monkeypatch)
+    status, record = scrub(job, "--repair")
+    assert (status, {each["state"] for each in record["damaged"]}) == (0, {"repaired"})
+    assert {each["name"] for each in record["damaged"]} == {name_of(job, path) for path in before}
+    counts = {name: count for name, count in Counter(read).items() if name.endswith(".seg")}
+    harmed = {name_of(job, path) for path in before}
+    assert counts == {name: 3 if name in harmed else 1 for name in counts}, "by a thread, to decide, and as repaired"
+    assert all(path.read_bytes() == data for path, data in before.items())
+    check_markers(job)
+
+
+def test_threads_read_no_more_than_the_rate_allows(
+    job: Job, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch, reads: dict[str, set[str]]
+) -> None:
+    monkeypatch.setattr(scrubber, "FAST_BYTES_PER_S", 0)
+    objects, lineage = open_store(str(store_of(job))), lineage_of(job)
+    rate = sum(entry.num_bytes for entry in objects.list("segments/")) / 2
+    passes: list[Scrubber] = []
+    made = Scrubber(objects, lambda: lineage, "service", pool=threads, bytes_per_s=rate)
+    background = BackgroundScrub(made, rate, passed=passes.append)
+    begin, largest = time.monotonic(), max(entry.num_bytes for entry in objects.list(""))
+    while not passes:
+        background.use(0.05, threading.Event())
+        assert made.counts.scrubbed_bytes - largest <= rate * (time.monotonic() - begin)
+    assert made.place.ended
+    assert any(THREAD in by for by in reads.values())
+
+
+def test_a_low_rate_is_left_to_the_calling_thread(
+    job: Job, threads: ThreadPoolExecutor, reads: dict[str, set[str]]
+) -> None:
+    lineage = lineage_of(job)
+    made = Scrubber(open_store(str(store_of(job))), lambda: lineage, "service", pool=threads, bytes_per_s=20e6)
+    list(made.pieces())
+    assert made.place.ended
+    assert {each for by in reads.values() for each in by} == {threading.current_thread().name}
+
+
+def test_a_scrub_that_ends_early_ends_the_reads_of_its_threads_and_the_next_one_goes_on(
+    job: Job, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads stand in their first piece when the scrub ends: none of them begins a second one."""
+    objects, lineage = open_store(str(store_of(job))), lineage_of(job)
+    part, ended, pieces = SegmentPart.read, threading.Event(), Counter[str]()
+
+    def reading(self: SegmentPart, *arguments: object) -> object:
+        for piece in part(self, *arguments):  # type: ignore[arg-type]
+            if threading.current_thread().name.startswith(THREAD):
+                pieces[self.ref.name] += 1
+                ended.wait()
+            yield piece
+
+    monkeypatch.setattr(SegmentPart, "read", reading)
+    background = BackgroundScrub(Scrubber(objects, lambda: lineage, "service", pool=threads), 1e12)
+    while len(pieces) < 2:
+        background.use(0.05, threading.Event())
+    background.close()
+    ended.set()
+    threads.shutdown()
+    assert set(pieces.values()) == {1}
+    made = Scrubber(objects, lambda: lineage, "service")
+    list(made.pieces())
+    assert (made.place.number, made.place.ended, made.counts.scrub_damaged) == (1, True, 0)
+
+
+def test_a_disk_that_is_full_while_a_scrub_repairs_is_named_and_the_next_one_repairs(job: Job, tmp_path: Path) -> None:
+    """Threads find the damage, the scrub cannot write: what is damaged stays as it is."""
+    disk = tmp_path / "disk"
+    try:
+        with small_disk(disk, 4 * 2**20):
+            store = shutil.copytree(store_of(job), disk / "store")
+            (path,) = (store / one(job, kind).relative_to(store_of(job)) for kind in ("base",))
+            whole = harm(path)
+            harmed, ballast = path.read_bytes(), fill(disk, 0)
+            command = (f"file://{job.root}", "--store", str(store), "--repair", "--anew")
+            with pytest.raises(StoreUnavailableError, match="No space left") as told:
+                invoke(*command)
+            assert "stream-ckpt gc" in told.value.hint
+            assert path.read_bytes() == harmed
+            ballast.unlink()
+            assert "1 were damaged, 1 of them repaired" in invoke(*command).stdout
+            assert path.read_bytes() == whole
+    except CannotMount as error:
+        pytest.skip(str(error))

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from typer.testing import CliRunner
 
-from tests.parts import FileLog, UpdateKind, app
+from tests.command import call, run
+from tests.parts import FileLog, UpdateKind
 from tests.synthetic import PLAIN, SCHEMA, WIDE, Job, image_of_log
 from torchrec_stream_ckpt import Follower, follow
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, ServingStreamError, UnsupportedError
@@ -173,8 +173,7 @@ def test_replicas_of_a_serving_stream_have_each_marker_encoded(job: Job, encodin
 def serving(job: Job, tmp_path: Path) -> str:
     job.commit()
     out = f"file://{tmp_path / 'out'}"
-    done = CliRunner().invoke(app, ["follow", f"file://{job.root}", "--once", "--serve", out], catch_exceptions=False)
-    assert done.exit_code == 0
+    run("follow", f"file://{job.root}", "--once", "--serve", out)
     return out
 
 
@@ -190,7 +189,7 @@ VERBS: list[Callable[[str], list[str]]] = [
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: verb("file://x")[0])
 def test_nobody_but_a_follower_takes_a_serving_stream(verb: Callable[[str], list[str]], serving: str) -> None:
-    done = CliRunner().invoke(app, verb(serving))
+    done = call(*verb(serving))
     assert isinstance(done.exception, ServingStreamError)
     assert "lossy" in str(done.exception)
 
@@ -200,7 +199,7 @@ def test_a_trainers_log_is_not_served_to(job: Job, serving: str, tmp_path: Path)
         publisher = ServingWriter(f"file://{job.root}", "bf16")
         with pytest.raises(ConfigError, match="a trainer writes to this one"):
             publisher.put(next(follower.updates(0)))
-    done = CliRunner().invoke(app, ["follow", f"file://{job.root}", "--serve", f"file://{job.root}"])
+    done = call("follow", f"file://{job.root}", "--serve", f"file://{job.root}")
     assert isinstance(done.exception, ConfigError)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+from functools import cache
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from recipe_helper import load_recipe
 
 from tests.builders import rows_frame
+from tests.command import run
+from tests.unit.test_pages import NUMBER, check, page, rows_of
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, SYNCS, commit_time, loss_window, mark_time, restore_time
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
@@ -302,3 +306,113 @@ def test_faster_machines_never_make_it_slower(job: Workload, faster: float) -> N
         assert getattr(other.restore, name) <= getattr(one.restore, name) * 1.001
     assert other.commit_s <= one.commit_s * 1.001
     assert other.step_overhead_s <= one.step_overhead_s * 1.001
+
+
+# What docs/sizing.md prints is what ``stream-ckpt plan`` says.
+
+
+PAGE = "docs/sizing.md"
+EXAMPLE, SMALL = "## An example, read line by line", "## A small job, without brokers"
+LINES = {
+    "rows": "stream: rows",
+    "bytes": "stream: bytes",
+    "busiest rank": "stream: busiest rank",
+    "frames of a drain": "stream: frames of a drain",
+    "log: disk": "log: disk",
+    "brokers": "log: brokers",
+    "store: a marker": "store: a marker",
+    "store: written": "store: written",
+    "materializer": "store: materializer",
+    "store: after a day": "store: after 1.0 d",
+    "an object store, a month": "an object store, a month: requests",
+    "lost, mean": "failure: lost, mean",
+    "restore, cold": "failure: restore, cold",
+    "restore, log alone": "failure: restore, log alone",
+    "a rank: memory": "a rank: memory",
+}
+"""Lines of the page -> those of the plan."""
+
+
+def words(heading: str) -> list[str]:
+    """The command below a heading."""
+    (line,) = re.findall(r"\n    stream-ckpt (plan .*)", page(PAGE).split(heading, 1)[1].split("\n## ", 1)[0])
+    return str(line).split()
+
+
+@cache
+def plan_lines(*command: str) -> dict[str, str]:
+    """Line -> what it needs."""
+    cells = (line.split("│") for line in run(*command, "--all", columns=200).splitlines() if line.startswith("│"))
+    return {row[1].strip(): row[2].strip() for row in cells}
+
+
+def figure(text: str) -> str:
+    """Its first number, without commas."""
+    (first, *_) = NUMBER.findall(text.replace(",", "").replace("$", ""))
+    return str(first)
+
+
+def same(printed: str, planned: str) -> None:
+    check([figure(printed)], [float(figure(planned))])
+    units = [re.sub(r"[\d.,$/]|a second|s\b", " ", text).split()[:1] for text in (printed, planned)]
+    assert not (units[0] and units[1]) or units[0][0].startswith(units[1][0]), (printed, planned)
+
+
+def changed(option: str, value: str) -> dict[str, str]:
+    """The plan of the example with another value of one option."""
+    command = words(EXAMPLE)
+    command[command.index(option) + 1] = value
+    return plan_lines(*command)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_of_the_example(line: str) -> None:
+    same(rows_of(PAGE, EXAMPLE)[line][0], plan_lines(*words(EXAMPLE))[LINES[line]])
+
+
+def test_a_month_at_an_object_store() -> None:
+    planned, (_, why) = plan_lines(*words(EXAMPLE)), rows_of(PAGE, EXAMPLE)["an object store, a month"]
+    for name in ("proofs", "spans", "bases", "trims", "markers"):
+        (said,) = re.findall(rf"{name} (\$[\d,]+)", why)
+        same(said, planned[f"an object store, a month: - {name}"])
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "lines"),
+    [("--drain-every", value, ("stream: rows", "stream: bytes", "log: brokers")) for value in ("1", "10", "100")]
+    + [
+        ("--marker-every-s", value, ("store: a marker", "store: written", "store: after 1.0 d", "failure: lost, mean"))
+        for value in ("30", "60", "300")
+    ],
+)
+def test_what_one_option_turns(option: str, value: str, lines: tuple[str, ...]) -> None:
+    planned = changed(option, value)
+    for printed, line in zip(rows_of(PAGE, "## Settings that change the result")[value], lines, strict=True):
+        if "million" in printed:
+            check([figure(printed)], [float(figure(planned[line])) / 1e6])
+        else:
+            same(printed, planned[line])
+
+
+@pytest.mark.parametrize("zipf", ["0.8", "1.05", "1.2"])
+def test_what_the_skew_of_ids_turns(zipf: str) -> None:
+    command = words(EXAMPLE)
+    for option, value in (("--zipf", zipf), ("--marker-every-s", "60")):
+        command[command.index(option) + 1] = value
+    planned = plan_lines(*command)
+    sent, marker = rows_of(PAGE, "## Settings that change the result")[zipf]
+    same(sent, planned["stream: bytes"])
+    same(marker, planned["store: a marker"])
+
+
+def test_the_small_job() -> None:
+    planned, text = plan_lines(*words(SMALL)), " ".join(page(PAGE).split(SMALL, 1)[1].split())
+    said = re.search(
+        r"(\S+ MB)/s into a file log; (\S+ GB) of disk .*?; (\S+ MB) a marker; (\S+ TB) after a day .*? "
+        r"loses (\S+ s) on average, and a restore from cold disk takes (\S+ s)",
+        text,
+    )
+    assert said is not None
+    lines = ("stream: bytes", "log: disk", "store: a marker", "store: after 1.0 d", "failure: lost, mean")
+    for printed, line in zip(said.groups(), (*lines, "failure: restore, cold"), strict=True):
+        same(printed, planned[line])

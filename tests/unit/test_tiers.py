@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 from tests import tiered
-from tests.parts import FileLog, TierState, app, verify_marker
+from tests.command import ask, finish
+from tests.parts import FileLog, TierState, verify_marker
 from tests.synthetic import Image, image_of_log
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.errors import (
@@ -32,6 +32,7 @@ from torchrec_stream_ckpt.find.find import find as find_in
 from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.inner import Relay, Route
 from torchrec_stream_ckpt.save.generation import check_same_log
+from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -54,13 +55,6 @@ def another_node(job: TieredJob, name: str) -> TieredJob:
     inner = job.tiers.folder.parent / name
     settings = replace(job.settings, uri=(f"file://{inner}", job.settings.uris[1]))
     return TieredJob(inner, settings=settings, seed=sum(name.encode()))
-
-
-def call(*arguments: str) -> Any:
-    done = CliRunner().invoke(app, [*arguments, "--json"], catch_exceptions=False)
-    assert done.exit_code == 0, done.output
-    lines = done.stdout.splitlines()
-    return json.loads(done.stdout) if lines[0] in ("{", "[") else [json.loads(line) for line in lines]
 
 
 def find(job: TieredJob, marker: str = "") -> Route:
@@ -228,7 +222,7 @@ def test_an_inner_log_that_lost_its_end_is_recovered_in_place_and_goes_on_under_
         find(job)
     uri = job.settings.uris[0]
     assert f"stream-ckpt recover {uri} --store {uri}" in lost.value.hint
-    assert call("recover", uri, "--store", uri)["offered"] == ["1:1", "1:2", "1:3"]
+    assert ask("recover", uri, "--store", uri)["offered"] == ["1:1", "1:2", "1:3"]
     job.tiers = tiered.open_tiers(job.settings)
     job.log = job.tiers.inner.log
     assert where(find(job)) == "1:3 inner"
@@ -393,3 +387,119 @@ def test_logs_that_do_not_belong_together_are_refused(job: TieredJob, tmp_path: 
     empty = replace(job.settings, uri=(job.settings.uris[0], f"file://{tmp_path}/nothing"))
     with pytest.raises(CorruptionError, match="the outer log is empty, but the inner one holds 3 markers"):
         TierState.read(tiered.open_tiers(empty))
+
+
+# What the commands say of two tiers, and which combinations are refused.
+
+
+def test_the_command_copies_and_says_how_far_behind_the_outer_tier_is(job: TieredJob) -> None:
+    inner, outer = job.settings.uris
+    before = ask("relay", inner, outer, "--status")
+    assert (before["lag_markers"], before["inner_newest"], before["outer_newest"]) == (3, "1:3", None)
+    assert before["lag_bytes"] == sum(end.num_bytes for end in TierState.read(job.tiers).unrelayed[-1].ranks)
+    events = ask("relay", inner, outer, "--once", "--every", "2")
+    assert [(each["event"], each.get("marker")) for each in events] == [
+        ("marker", "1:2"),
+        ("marker", "1:3"),
+        ("stop", None),
+    ]
+    assert events[-1]["frames_bytes"] == before["lag_bytes"]
+    assert ask("relay", inner, outer, "--status")["lag_markers"] == 0
+    assert [each["restorable"] for each in ask("list", outer)["markers"]] == [True, True]
+    for uris, error in (((inner, f"{outer}-nowhere"), MarkerNotFoundError), ((outer, outer), ConfigError)):
+        with pytest.raises(error):
+            ask("relay", *uris)
+
+
+def test_an_inner_log_that_stands_on_the_outer_one_is_listed(job: TieredJob) -> None:
+    relay(job.tiers)
+    node = another_node(job, "second")
+    node.begin("1:3")
+    node.markers(1)
+    listed = {each["marker"]: each for each in ask("list", str(node.settings.uris[0]))["markers"]}
+    assert listed["2:4"]["trimmed"] == job.settings.uris[1]
+    assert not listed["2:4"]["restorable"]
+    relay(node.tiers)
+    assert all(each["restorable"] for each in ask("list", job.settings.uris[1])["markers"])
+
+
+def test_markers_that_the_inner_log_took_over_are_elsewhere_and_not_damaged(job: TieredJob) -> None:
+    relay(job.tiers)
+    node = another_node(job, "second")
+    node.begin("1:3")
+    node.markers(1)
+    inner, outer = node.settings.uris
+    said = ask("verify", inner, "--all")
+    assert [each["marker"] for each in said] == ["2:4", "1:3", "1:2", "1:1"]
+    assert {(each["verdict"], each.get("trimmed")) for each in said} == {("not read", outer)}
+    listed = ask("list", inner)["markers"]
+    assert {each["trimmed"] for each in listed} == {outer}
+    with pytest.raises(TrimmedError, match="if it belongs to the outer tier of this job"):
+        ask("verify", inner, "--marker", "1:3")
+    # A bit of its own dense state is damage, wherever the rows are.
+    dense = next(node.tiers.folder.glob("dense/*/*/__0_0.distcp"))
+    dense.write_bytes(bytes(1000))
+    (own, *others), status = verdicts(inner)
+    assert (own["marker"], own["verdict"], status) == ("2:4", "damaged", 1)
+    assert {each["verdict"] for each in others} == {"not read"}
+
+
+def verdicts(uri: str) -> tuple[list[dict[str, Any]], int]:
+    """Of all markers, and the exit status."""
+    done = finish("verify", uri, "--all", "--json")
+    return json.loads(done.stdout), done.exit_code
+
+
+FORMS = [
+    (("kafka://h:1/a", "kafka://h:1/b"), {}, "nearest tier must be a folder"),
+    (("kafka://h:1/a", "file:///b"), {}, "nearest tier must be a folder"),
+    (("file:///a", "file:///a/"), {}, "both are"),
+    (("file:///a", "file:///b", "file:///c"), {}, "two tiers, got 3"),
+    ((), {}, "two tiers, got 0"),
+    (("file:///a",), {"outer_every": 2}, "uri names only one log"),
+    (("file:///a", "file:///b"), {"outer_every": 0}, "a whole number of at least 1"),
+    (("file:///a", "file:///b"), {"store": "/a"}, "lost with this node"),
+    (("file:///a", "kafka://h:1/b"), {}, "store is required"),
+]
+
+
+@pytest.mark.parametrize(("uris", "more", "message"), FORMS)
+def test_wrong_combinations_are_refused_with_the_right_form(
+    uris: tuple[str, ...], more: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message) as caught:
+        StreamConfig(uri=uris, store=more.pop("store", None), **more)  # type: ignore[arg-type]
+    assert caught.value.hint
+
+
+def test_an_inner_log_is_not_folded_into_the_store_of_the_outer_tier(job: TieredJob, tmp_path: Path) -> None:
+    """Its markers that were not copied would be lost with the node, and the outer log would refuse that store."""
+    relay(job.tiers, upto="1:2")
+    inner, outer = job.settings.uris
+    for store in (outer, f"file://{tmp_path}/store"):
+        with pytest.raises(ConfigError, match="is the inner tier of a job") as refused:
+            ask("materialize", inner, "--store", store, "--once")
+        assert f"materialize OUTER --store {store}" in refused.value.hint
+    ask("materialize", inner, "--store", inner, "--once")
+    ask("materialize", outer, "--store", outer, "--once")
+
+
+def test_a_file_log_alone_is_what_it_was(tmp_path: Path) -> None:
+    assert StreamConfig(uri=f"file://{tmp_path}").outer is None
+    assert FileLog(tmp_path).incarnation() is None
+
+
+def test_two_tiers_in_one_folder_are_refused_whatever_leads_there(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "link"
+    real.mkdir()
+    link.symlink_to(real)
+    for other, message in (
+        (link, "both are"),
+        (tmp_path / "x" / ".." / "real", "both are"),
+        (real / "inside", "inside the other"),
+        (link / "inside", "inside the other"),
+        (tmp_path, "inside the other"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            StreamConfig(uri=(f"file://{real}", f"file://{other}"))
+    StreamConfig(uri=(f"file://{real}", f"file://{tmp_path / 'really'}"))

@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
 from tests.builders import Stream, claim, commit, trim, write
-from tests.parts import FileLog, app, open_dense, trim_log, verify_marker
+from tests.command import attempt
+from tests.parts import FileLog, open_dense, trim_log, verify_marker
 from tests.stores import choose
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -397,33 +397,28 @@ def test_a_writer_goes_on_behind_a_front_that_was_trimmed(plain: Job) -> None:
 # What people see.
 
 
-def cli(*arguments: object) -> tuple[int, str]:
-    done = CliRunner(env={"COLUMNS": "200"}).invoke(app, [str(argument) for argument in arguments])
-    return done.exit_code, done.output + str(done.exception or "")
-
-
 def test_the_command_line_says_trimmed_and_where(job: Job) -> None:
     uri = f"file://{job.root}"
     job.trim("4:5")
-    rows = json.loads(cli("list", uri, "--json")[1])["markers"]
+    rows = json.loads(attempt("list", uri, "--json")[1])["markers"]
     assert {row["trimmed"] for row in rows} == {STORE}
     assert {row["reason"] for row in rows} == {f"trimmed, in the store {STORE}"}
     assert not any(row["restorable"] for row in rows)
     for arguments in (["--tree"], []):
-        told = " ".join(cli("list", uri, *arguments)[1].split())
+        told = " ".join(attempt("list", uri, *arguments)[1].split())
         assert "trimmed, in the store" in told
         assert "no: trimmed" not in told
         assert "not restorable" not in told
-    shown = json.loads(cli("show", uri, "--json")[1])
+    shown = json.loads(attempt("show", uri, "--json")[1])
     assert [(each["up_to"], each["store"]) for each in shown["trimmed"]] == [
         (marker, STORE) for marker in ("1:2", "2:4", "4:5")
     ]
-    assert "log up to marker 2:4: trimmed" in cli("show", uri)[1]
-    status, told = cli("verify", uri)
+    assert "log up to marker 2:4: trimmed" in attempt("show", uri)[1]
+    status, told = attempt("verify", uri)
     assert (status, "was trimmed on" in told, STORE in told) == (1, True, True)
-    status, told = cli("verify", uri, "--all")
+    status, told = attempt("verify", uri, "--all")
     assert (status, told.count("was not read: trimmed")) == (0, len(rows))
-    status, told = cli("doctor", uri)
+    status, told = attempt("doctor", uri)
     assert (status, f"trimmed, in the store {STORE}" in told.replace("\n", "")) == (0, True)
 
 
@@ -431,7 +426,7 @@ def test_the_command_line_still_names_what_is_missing_beyond_the_trim(plain: Job
     plain.trim("1:1")
     for segment in sorted(plain.root.glob("data/p00000/*.seg"))[:1]:
         segment.unlink()
-    (first, *_, last) = json.loads(cli("list", f"file://{plain.root}", "--json")[1])["markers"]
+    (first, *_, last) = json.loads(attempt("list", f"file://{plain.root}", "--json")[1])["markers"]
     assert first["reason"] == f"trimmed, in the store {STORE}"
     assert (last["trimmed"], "but were committed: no segment has them" in last["reason"]) == (None, True)
-    assert cli("doctor", f"file://{plain.root}")[0] == 1
+    assert attempt("doctor", f"file://{plain.root}")[0] == 1

@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.parts import Retention, app
+from tests.command import call
+from tests.parts import Retention
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.cli.plan_input import number
 from torchrec_stream_ckpt.errors import ConfigError
@@ -109,4 +109,4 @@ def test_settings_and_options_take_the_digits_0_to_9_alone() -> None:
     assert Condition.parse(f"auc={ARABIC}").value == ARABIC
     with pytest.raises(argparse.ArgumentTypeError):
         whole(1)(ARABIC)
-    assert CliRunner().invoke(app, ["list", "file:///x", "--newest", ARABIC]).exit_code == 2
+    assert call("list", "file:///x", "--newest", ARABIC).exit_code == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +13,17 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
 from tests.builders import claim, end
+from tests.command import call, run
 from tests.jobs_on_paper import EVIL, PaperJob, tables
-from tests.parts import FileLog, app
+from tests.parts import FileLog
 from tests.stores import lose_rows
 from torchrec_stream_ckpt.cli.common import open_job
+from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch import Watcher
+from torchrec_stream_ckpt.cli.watch_many import Watched
+from torchrec_stream_ckpt.cli.watch_many import view as view_many
 from torchrec_stream_ckpt.cli.watching import facts, line, view
 from torchrec_stream_ckpt.extras.reporting.job_status import Ended, Look, look
 from torchrec_stream_ckpt.format.proof import Window
@@ -49,8 +53,8 @@ def kinds(look: Look) -> list[str]:
     return [alert.kind for alert in look.alerts]
 
 
-def run(*arguments: str) -> str:
-    done = CliRunner().invoke(app, ["watch", *arguments])
+def watch(*arguments: str) -> str:
+    done = call("watch", *arguments)
     if "--json" in arguments:
         assert done.exit_code == bool(json.loads(done.stdout)["alerts"]), done.output
     else:
@@ -113,7 +117,7 @@ def test_a_trainer_that_has_said_how_it_ended_is_not_late(
     assert f"{outcome} at step 70 (Why), 1.2 min ago" in pictured(now)
     assert line(now).endswith(f"; {outcome} at step 70 (Why), 1.2 min ago")
     assert now.ended is not None
-    assert run(f"file://{job.root}", "--once", "--json").count(f'"outcome": "{outcome}"') == 1
+    assert watch(f"file://{job.root}", "--once", "--json").count(f'"outcome": "{outcome}"') == 1
     job.log.append_control(claim(3, parent=MarkerId(2, 9), schema=job.schema, time_s=job.time_s + 70).to_frame())
     assert (seen(job, since_s=80.0).ended, kinds(seen(job, since_s=80.0))) == (None, [])
 
@@ -129,14 +133,13 @@ def test_rows_that_are_lost_between_two_looks_alarm(job: PaperJob, monkeypatch: 
 
 def test_the_store_that_the_materializer_writes_is_taken_into_account(job: PaperJob) -> None:
     uri = f"file://{job.root}"
-    without = json.loads(run(uri, "--once", "--json"))
-    done = CliRunner().invoke(app, ["materialize", uri, "--once"])
-    assert done.exit_code == 0, done.output
-    held = json.loads(run(uri, "--once", "--json"))
+    without = json.loads(watch(uri, "--once", "--json"))
+    run("materialize", uri, "--once")
+    held = json.loads(watch(uri, "--once", "--json"))
     assert (without["backlog"], without["restore"]["source"]) == (None, "log")
     assert (held["backlog"]["markers"], held["restore"]["source"]) == (0, "store")
     job.run(1, parent=MarkerId(2, 9))
-    behind = json.loads(run(uri, "--once", "--json"))
+    behind = json.loads(watch(uri, "--once", "--json"))
     assert (behind["backlog"]["markers"], behind["restore"]["source"]) == (1, "store + log")
     assert behind["backlog"]["num_bytes"] == behind["newest"]["num_bytes"] > 0
     assert [alert["kind"] for alert in behind["alerts"]] == ["lag"]  # of the new generation no distance is known yet
@@ -145,36 +148,36 @@ def test_the_store_that_the_materializer_writes_is_taken_into_account(job: Paper
 def test_how_much_is_proved_is_known_from_the_second_marker_on(tmp_path: Path) -> None:
     job = PaperJob(tmp_path / "log", tables("a"), window=Window(0, 20_000))
     job.run(1)
-    assert json.loads(run(f"file://{job.root}", "--once", "--json"))["proved"] is None
+    assert json.loads(watch(f"file://{job.root}", "--once", "--json"))["proved"] is None
     job.run(3, parent=MarkerId(1, 1))
     uri = f"file://{job.root}"
-    some = json.loads(run(uri, "--once", "--json"))["proved"]
+    some = json.loads(watch(uri, "--once", "--json"))["proved"]
     assert some == {"round_markers": 4, "share": pytest.approx(60_000 / 65_536), "oldest_markers": 2}
-    assert "92%, a round has 4" in run(uri, "--once")
+    assert "92%, a round has 4" in watch(uri, "--once")
     job.run(6, parent=MarkerId(2, 4))
-    assert json.loads(run(uri, "--once", "--json"))["proved"] == {"round_markers": 4, "share": 1, "oldest_markers": 3}
-    assert "all, 3 markers old" in run(uri, "--once")
+    assert json.loads(watch(uri, "--once", "--json"))["proved"] == {"round_markers": 4, "share": 1, "oldest_markers": 3}
+    assert "all, 3 markers old" in watch(uri, "--once")
 
 
 def test_a_job_without_proofs_says_nothing_of_them(job: PaperJob) -> None:
-    assert json.loads(run(f"file://{job.root}", "--once", "--json"))["proved"] is None
+    assert json.loads(watch(f"file://{job.root}", "--once", "--json"))["proved"] is None
 
 
 def test_what_was_said_of_markers_is_shown(job: PaperJob) -> None:
     job.say(MarkerId(1, 2), {"auc": 0.7})
-    assert "said last" in run(f"file://{job.root}", "--once")
+    assert "said last" in watch(f"file://{job.root}", "--once")
     assert "; auc" not in line(seen(job))
     job.say(MarkerId(2, 9), {"auc": 0.8, "run": EVIL})
-    shown = run(f"file://{job.root}", "--once")
+    shown = watch(f"file://{job.root}", "--once")
     assert "2:9: auc=0.8, run=" in shown
     assert "\x1b" not in shown
     assert "; auc=0.8, run=" in line(seen(job))
-    record = json.loads(run(f"file://{job.root}", "--once", "--json"))
+    record = json.loads(watch(f"file://{job.root}", "--once", "--json"))
     assert record["newest"]["meta"] == {"auc": 0.8, "run": EVIL}
 
 
 def test_json_names_are_stable(job: PaperJob) -> None:
-    record = json.loads(run(f"file://{job.root}", "--once", "--json"))
+    record = json.loads(watch(f"file://{job.root}", "--once", "--json"))
     assert list(record) == [
         "uri",
         "time_s",
@@ -269,3 +272,92 @@ def test_the_loss_is_said_in_words_and_a_finished_job_has_none(job: PaperJob) ->
     assert loss(replace(now, ended=ended)) == "nothing to lose"
     assert loss(replace(now, ended=replace(ended, step=now.newest.step + 12))) == "lost: 12 steps after it"
     assert loss(replace(now, newest=None, loss_s=None)) == "all is lost"
+
+
+# Several jobs in one view: a line each, and no job that is away hides another one.
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> tuple[PaperJob, PaperJob]:
+    ads, feed = (PaperJob(tmp_path / name, tables("a"), world=2) for name in ("ads", "feed"))
+    ads.run(3)
+    feed.run(5)
+    return ads, feed
+
+
+def watch_all(*arguments: str) -> tuple[int, str, str]:
+    done = call("watch", *arguments)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_each_job_has_a_line_and_one_that_is_not_there_says_so(jobs: tuple[PaperJob, PaperJob], tmp_path: Path) -> None:
+    ads, feed = (f"file://{each.root}" for each in jobs)
+    code, said, _ = watch_all(ads, "--also", feed, "--also", f"file://{tmp_path}/none", "--once")
+    assert code == 1
+    lines = [row.split() for row in said.splitlines()]
+    assert [row[:2] for row in lines if row and row[0] in ("ads", "feed", "none")] == [
+        ["ads", "1:3"],
+        ["feed", "1:5"],
+        ["none", "-"],
+    ]
+    assert "ads: late: " in said  # written years ago
+    assert "none: unavailable: there is no log" in said
+    code, said, _ = watch_all(ads, "--also", feed, "--once", "--json")
+    assert code == 1
+    assert [(each["uri"], each["newest"]["marker"], each["trouble"]) for each in json.loads(said)] == [
+        (ads, "1:3", ""),
+        (feed, "1:5", ""),
+    ]
+
+
+def test_jobs_of_one_name_have_their_whole_uris(tmp_path: Path) -> None:
+    there = [f"file://{tmp_path}/{folder}/log" for folder in ("a", "b")]
+    _, said, _ = watch_all(there[0], "--also", there[1], "--once", "--json")
+    assert [each["uri"] for each in json.loads(said)] == there
+    _, said, _ = watch_all(there[0], "--also", there[1], "--once")
+    assert all(f"{uri}: unavailable" in said for uri in there)
+
+
+def test_an_alert_of_any_job_ends_it_if_that_is_asked_for(jobs: tuple[PaperJob, PaperJob]) -> None:
+    ads, feed = (f"file://{each.root}" for each in jobs)
+    code, said, told = watch_all(ads, "--also", feed, "--interval", "0.1", "--fail-on-alert")
+    assert code == 1
+    assert "Alert: ads: late: " in told or "Alert: feed: late: " in told
+    assert "marker 1:3, step" in said or "marker 1:5, step" in said
+
+
+def test_finished_jobs_end_it(jobs: tuple[PaperJob, PaperJob]) -> None:
+    for job in jobs:
+        log = FileLog(job.root)
+        log.append_control(end(1, outcome="finished").to_frame())
+        log.close()
+    ads, feed = (f"file://{each.root}" for each in jobs)
+    code, said, _ = watch_all(ads, "--also", feed, "--interval", "0.1", "--fail-on-alert")
+    assert code == 0
+    assert "finished" in said
+
+
+def test_a_job_is_waited_for_while_others_are_seen(tmp_path: Path) -> None:
+    late = Watched("late", JobOptions(uri=f"file://{tmp_path}/late"), None)
+    stop = threading.Event()
+    thread = threading.Thread(target=late.follow, args=(0.05, stop))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 60
+        while "no log" not in late.trouble and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert "there is no log" in late.trouble
+        PaperJob(tmp_path / "late", tables("a")).run(2)
+        while (late.seen is None or late.seen.newest is None) and time.monotonic() < deadline:
+            time.sleep(0.01)
+    finally:
+        stop.set()
+        thread.join()
+    assert late.seen is not None
+    assert late.seen.newest is not None
+    assert (str(late.seen.newest.marker), late.trouble) == ("1:2", "")
+    for width in (60, 80, 120):
+        screen = Console(width=width, record=True)
+        screen.print(view_many([late], time.time()))
+        assert max(map(len, screen.export_text().splitlines())) <= width

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 
-from tests.parts import app
+from tests.command import ask, call
 from tests.synthetic import Job
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError
@@ -72,9 +70,9 @@ def test_watch_shows_followers_and_raises_an_alert_for_one_that_is_gone(job: Job
     with socket.socket() as probe:  # a port at which nobody listens
         probe.bind(("127.0.0.1", 0))
         gone = f"127.0.0.1:{probe.getsockname()[1]}"
-        call = ["watch", f"file://{job.root}", "--once", "--follower", mine, "--follower", gone]
-        record = json.loads(CliRunner().invoke(app, [*call, "--json"]).stdout)
-        shown = CliRunner().invoke(app, call)
+        words = ["watch", f"file://{job.root}", "--once", "--follower", mine, "--follower", gone]
+        record = ask(*words, status=None)
+        shown = call(*words)
     assert [(each["endpoint"], each["marker"], each["behind"]) for each in record["followers"]] == [
         (mine, "1:1", 0),
         (gone, None, None),
@@ -110,5 +108,5 @@ def test_a_follower_is_named_by_host_and_port(wrong: str) -> None:
 
 def test_followers_of_several_jobs_are_not_shown_at_once(job: Job) -> None:
     uri = f"file://{job.root}"
-    done = CliRunner().invoke(app, ["watch", uri, "--also", uri, "--follower", "h:1"])
+    done = call("watch", uri, "--also", uri, "--follower", "h:1")
     assert isinstance(done.exception, ConfigError)
