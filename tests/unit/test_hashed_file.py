@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import gc
 import hashlib
 import logging
 import os
 import random
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -126,6 +128,40 @@ def test_an_error_of_the_disk_fails_the_save_with_its_name(
     assert files == digest_files(disk / "dense", [".metadata", "__0_0.distcp"])
 
 
+@pytest.mark.parametrize("direct", [True, False])
+def test_a_save_that_fails_keeps_no_tensor(
+    direct: bool, disk: Path, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each marker would take memory for good while a disk is full."""
+
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev" if direct else "writev", full)
+    tensor = torch.rand(2_000_000)
+    alive = weakref.ref(tensor)
+    with pytest.raises(RuntimeError, match="No space left") as caught:
+        save_together({"first": tensor}, disk / "dense", alone, direct=direct)
+    del tensor, caught
+    gc.collect()
+    assert alive() is None
+
+
+def test_the_mount_table_is_read_once_for_a_file(disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have a thousand lines: reading it for each piece would cost more than the piece."""
+    asked: list[Path] = []
+
+    def counted(folder: Path) -> str:
+        asked.append(folder)
+        return ""
+
+    monkeypatch.setattr("torchrec_stream_ckpt.dense.hashed_file.in_memory", counted)
+    for pieces in (1, 9):
+        asked.clear()
+        write(disk / "file", [bytes(PIECE_BYTES)] * pieces, direct=True)
+        assert asked == [disk]
+
+
 def test_a_refusal_is_said_once(disk: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -143,3 +179,26 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="symbolic links"):
         HashedFile(tmp_path / "file", direct=False)
     assert (tmp_path / "other").read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_what_comes_to_lie_at_its_path_is_left_alone(direct: bool, disk: Path) -> None:
+    """Such as the file of the next trainer, after the folder was deleted and made again."""
+    with HashedFile(disk / "file", direct=direct) as file:
+        (disk / "file").rename(disk / "moved")
+        (disk / "other").write_bytes(b"other")
+        (disk / "file").symlink_to(disk / "other")
+        data = random.Random(0).randbytes(3 * PIECE_BYTES + 1)
+        file.write(data)
+    assert (disk / "other").read_bytes() == b"other"
+    assert (disk / "moved").read_bytes() == data
+
+
+def test_a_file_that_was_not_opened_can_be_closed(tmp_path: Path) -> None:
+    """Python closes it when it is deleted, and would report an error of that."""
+    file = HashedFile.__new__(HashedFile)
+    with pytest.raises(FileNotFoundError):
+        file.__init__(tmp_path / "missing" / "file", direct=True)  # type: ignore[misc]
+    file.close()
+    file.flush()
+    assert file.closed

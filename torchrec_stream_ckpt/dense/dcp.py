@@ -52,6 +52,10 @@ class _Files(FileSystem):
                 if file.failure is None:
                     raise
                 raise file.failure from None
+            finally:
+                file.close()
+                # Its traceback holds torch's archive, which holds the file, and the tensors. No collector sees that.
+                file.failure = None
         self.written[Path(path).name] = file.digest
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

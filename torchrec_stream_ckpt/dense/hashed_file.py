@@ -5,6 +5,7 @@ Data in fresh pages of the page cache, read from there again for a digest, costs
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import logging
@@ -35,17 +36,17 @@ class HashedFile(io.BufferedIOBase):
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
-        self._path = path
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        self._direct_fd = -1
-        self._direct = direct
-        self._piece = mmap.mmap(-1, PIECE_BYTES)
-        """Bytes that are not written yet, at an address that direct writes accept."""
+        self._fd = -1  # for close(), which Python calls even if the rest of this fails
+        self.failure: OSError | None = None
+        """Error of a write. torch's archive hides it behind "unexpected pos"."""
         self._held = 0
         self._written = 0
         self._sha256 = hashlib.sha256()
-        self.failure: OSError | None = None
-        """Error of a write. torch's archive hides it behind "unexpected pos"."""
+        self._path = path
+        self._direct = direct and not in_memory(path.parent)
+        self._piece = mmap.mmap(-1, PIECE_BYTES)
+        """Bytes that are not written yet, at an address that direct writes accept."""
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
     def writable(self) -> bool:
         return True
@@ -69,9 +70,11 @@ class HashedFile(io.BufferedIOBase):
                 self._put_held()
         return len(view)
 
+    def flush(self) -> None:
+        """Write nothing. torch calls it after each tensor, and when it forgets a file that has failed and is closed."""
+
     def fileno(self) -> int:
-        """Return the descriptor, for a sync. All bytes are written before; ``flush``, which torch calls after each
-        tensor, writes none."""
+        """Return the descriptor, for a sync. All bytes are written before."""
         self._put_held()
         return self._fd
 
@@ -83,9 +86,8 @@ class HashedFile(io.BufferedIOBase):
                 self._put_held()
         finally:
             super().close()
-            for fd in (self._fd, self._direct_fd):
-                if fd >= 0:
-                    os.close(fd)
+            if self._fd >= 0:
+                os.close(self._fd)
 
     @property
     def digest(self) -> DenseFile:
@@ -94,13 +96,16 @@ class HashedFile(io.BufferedIOBase):
 
     def _put_held(self) -> None:
         held, self._held = self._held, 0
-        self._put(memoryview(self._piece)[:held])
+        if held:
+            self._put(memoryview(self._piece)[:held])
 
     def _put(self, data: memoryview) -> None:
         try:
             rest = self._put_blocks(data) if self._direct and len(data) == PIECE_BYTES else [data]
-            os.lseek(self._fd, self._written + len(data) - sum(map(len, rest)), os.SEEK_SET)
-            write_all(self._fd, rest)
+            if rest:
+                self._pass_cache(False)
+                os.lseek(self._fd, self._written + len(data) - sum(map(len, rest)), os.SEEK_SET)
+                write_all(self._fd, rest)
         except OSError as error:
             self.failure = error
             raise
@@ -108,19 +113,25 @@ class HashedFile(io.BufferedIOBase):
 
     def _put_blocks(self, piece: memoryview) -> list[memoryview]:
         """Write a piece past the page cache. Returns the rest that must go through it."""
-        if self._written % BLOCK or in_memory(self._path.parent):
+        if self._written % BLOCK:
             self._direct = False
             return [piece]
         try:
-            if self._direct_fd < 0:
-                self._direct_fd = os.open(self._path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
-            return write_blocks(self._direct_fd, [piece], self._written)
+            self._pass_cache(True)
+            return write_blocks(self._fd, [piece], self._written)
         except OSError as error:
             if error.errno not in REFUSALS:
                 raise
             self._direct = False
             _warn(refused(file_system(self._path.parent), error))
             return [piece]
+
+    def _pass_cache(self, passes: bool) -> None:
+        """Write past the page cache from here on, or through it. The path is not opened again: it may be another's."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        wanted = flags | os.O_DIRECT if passes else flags & ~os.O_DIRECT
+        if wanted != flags:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, wanted)
 
 
 @cache
