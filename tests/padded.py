@@ -11,6 +11,7 @@ import numpy as np
 
 from tests.builders import JOB
 from tests.parts import FileLog, FrameRing
+from torchrec_stream_ckpt.dense import hashed_file
 from torchrec_stream_ckpt.format import padding
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.padding import BLOCK
@@ -21,9 +22,11 @@ from torchrec_stream_ckpt.util.types import LogSpan
 
 
 def pad_small_frames() -> None:
-    """(in this process, from here on) Frames of all sizes are padded, as often as there is room."""
+    """(in this process, from here on) Frames of all sizes are padded, as often as there is room, and files of the dense
+    state go past the page cache block by block."""
     small = {"LEAST_BYTES": 512, "MOST_SHARE": 0.9}
-    for module, names in ((padding, small), (publisher, small), (direct, {"LEAST_BYTES": 512})):
+    least, pieces = {"LEAST_BYTES": 512}, {"PIECE_BYTES": BLOCK}
+    for module, names in ((padding, small), (publisher, small), (direct, least), (hashed_file, pieces)):
         mock.patch.multiple(module, **names).start()
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -18,6 +19,7 @@ from tests.padded import pad_small_frames
 from tests.parts import FileLog, Policy, trim_log
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamConfig, follow
+from torchrec_stream_ckpt.dense import hashed_file
 from torchrec_stream_ckpt.extras.follower.tables import FollowedTables
 from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.format.frame import Kind, parse_header
@@ -33,7 +35,9 @@ STEPS, MARKER = 6, "1:1"  # at step 3; another one at step 6
 def train(spec: Spec, settings: StreamConfig) -> tuple[str, Any]:
     """(rank) Train small tables as if they were large."""
     pad_small_frames()
-    _, truths = jobs.train_with(spec, settings, STEPS, {})
+    with mock.patch.object(hashed_file, "write_blocks", wraps=hashed_file.write_blocks) as dense:
+        _, truths = jobs.train_with(spec, settings, STEPS, {})
+    assert dense.call_count
     return "", truths
 
 
