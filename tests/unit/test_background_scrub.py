@@ -65,13 +65,13 @@ def test_it_reads_no_more_than_the_rate_allows_and_ends_in_time(job: Job) -> Non
     begin, stop = time.monotonic(), threading.Event()
     while not passes:
         scrub.use(0.05, stop)
-    took_s, read = time.monotonic() - begin, scrub.counts.scrubbed_bytes
+    took_s, read = time.monotonic() - begin, scrub.scrubber.counts.scrubbed_bytes
     largest = max(path.stat().st_size for path in store_of(job).rglob("*") if path.is_file())
     assert took_s >= (read - largest) / 20_000
-    assert scrub.oldest_s >= took_s
-    before = scrub.counts.scrubbed_bytes
+    assert scrub.scrubber.kept.oldest_s >= took_s
+    before = scrub.scrubber.counts.scrubbed_bytes
     scrub.use(0.05, stop)
-    assert scrub.counts.scrubbed_bytes == before, "it rests"
+    assert scrub.scrubber.counts.scrubbed_bytes == before, "it rests"
 
 
 def test_after_its_rest_it_begins_anew(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,12 +90,12 @@ def test_a_stop_ends_it_at_once_and_the_next_one_goes_on(job: Job) -> None:
     stop.set()
     first.use(1e6, stop)
     first.close()
-    read = first.counts.scrubbed_bytes
+    read = first.scrubber.counts.scrubbed_bytes
     passes: list[Scrubber] = []
     second = BackgroundScrub(scrubber_of(job), FAST, passed=passes.append)
     while not passes:
         second.use(0.05, threading.Event())
-    assert (passes[0].place.number, passes[0].place.num_bytes) == (1, read + second.counts.scrubbed_bytes)
+    assert (passes[0].place.number, passes[0].place.num_bytes) == (1, read + second.scrubber.counts.scrubbed_bytes)
 
 
 def test_a_store_that_is_away_is_outlasted(job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,7 +116,7 @@ def test_a_store_that_is_away_is_outlasted(job: Job, monkeypatch: pytest.MonkeyP
     away[0] = False
     while not passes:
         scrub.use(0.05, threading.Event())
-    assert (passes[0].place.number, scrub.counts.scrub_damaged) == (1, 0)
+    assert (passes[0].place.number, scrub.scrubber.counts.scrub_damaged) == (1, 0)
 
 
 def test_its_values_are_among_the_metrics_and_its_events_are_said() -> None:

@@ -274,8 +274,8 @@ def metric_values(service: MaterializeService, engine: Engine | None) -> Mapping
     status, newest, head = service.status, service.status.newest, service.head_marker
     return {
         **asdict(service.counts),
-        **asdict(scrub.counts if scrub is not None else ScrubCounts()),
-        "scrub_oldest_s": scrub.oldest_s if scrub is not None else 0.0,
+        **asdict(scrub.scrubber.counts if scrub is not None else ScrubCounts()),
+        "scrub_oldest_s": scrub.scrubber.kept.oldest_s if scrub is not None else 0.0,
         "ended": _OUTCOMES.index(status.ended.outcome) + 1 if status.ended is not None else 0,
         **_proof_values(service.proofs),
         "errors": status.errors,

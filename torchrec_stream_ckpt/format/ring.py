@@ -92,7 +92,8 @@ class FrameRing:
         *,
         padded: bool = False,
     ) -> None:
-        self._capacity = max(2, ring_bytes // MAX_FRAME_BYTES)
+        self.capacity = max(2, ring_bytes // MAX_FRAME_BYTES)
+        """Buffers of the ring, without the marker's budget."""
         self._extra_bytes = extra_bytes
         self._allocate = allocate
         self._padded = padded
@@ -131,7 +132,7 @@ class FrameRing:
             return self._lend(num_bytes) or self._take()
 
     def _take(self) -> FrameBuffer | None:
-        if self._taken == self._capacity:
+        if self._taken == self.capacity:
             return None
         buffer = self._free.pop() if self._free else FrameBuffer(self._allocate(self._buffer_bytes), pooled=True)
         key = id(buffer)
@@ -172,14 +173,9 @@ class FrameRing:
         return sum(num_bytes * len(lent) for num_bytes, lent in self._lent.copy().items())
 
     @property
-    def capacity(self) -> int:
-        """Buffers of the ring, without the marker's budget."""
-        return self._capacity
-
-    @property
     def ring_bytes(self) -> int:
         """Memory of the ring, without the marker's budget and room for padding."""
-        return self._capacity * MAX_FRAME_BYTES
+        return self.capacity * MAX_FRAME_BYTES
 
     @property
     def used_bytes(self) -> int:
@@ -189,12 +185,12 @@ class FrameRing:
     @property
     def limit_bytes(self) -> int:
         """Largest memory that frames may take."""
-        return self._capacity * self._buffer_bytes + self._extra_bytes
+        return self.capacity * self._buffer_bytes + self._extra_bytes
 
     @property
     def has_room(self) -> bool:
         """True if a buffer of the ring is free at the moment."""
-        return self._taken < self._capacity
+        return self._taken < self.capacity
 
     @property
     def held_bytes(self) -> int:

@@ -74,7 +74,8 @@ class GlobalBatches(Deal, Generic[T]):
         self._make = callable_value("make", make)
         self._count = samples
         self._size = -(-batch_size // world)
-        self._epoch, self._samples = 0, 0
+        self.epoch, self._samples = 0, 0
+        """Epoch of the next batch, and of the rest of a pass; and its samples that were read."""
 
     def __len__(self) -> int:
         """Return the number of batches of a whole epoch."""
@@ -85,31 +86,26 @@ class GlobalBatches(Deal, Generic[T]):
         """Batches of a whole epoch."""
         return self._count // self.batch_size
 
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch, and of the rest of a pass."""
-        return self._epoch
-
     def __iter__(self) -> Iterator[T]:
         """Yield one epoch, or the rest of it after a loaded position."""
         begin, end = self.part(self.batch_size)
         while (first := self._samples) + self.batch_size <= self._count:
-            batch = self._make(self._epoch, range(first + begin, first + end), self._size)
+            batch = self._make(self.epoch, range(first + begin, first + end), self._size)
             self._samples = first + self.batch_size
             yield batch
         self.next_epoch()
 
     def next_epoch(self) -> None:
         """Go to the start of the next epoch."""
-        self.begin(self._epoch + 1, 0)
+        self.begin(self.epoch + 1, 0)
 
     def begin(self, epoch: int, samples: int) -> None:
         """Go to this position: the next batch is the one there."""
-        self._epoch, self._samples = epoch, samples
+        self.epoch, self._samples = epoch, samples
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position: the epoch, and the number of its samples that the whole job has read."""
-        return self.at(self._epoch, self._samples)
+        return self.at(self.epoch, self._samples)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go to a saved position.

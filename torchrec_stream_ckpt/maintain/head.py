@@ -351,11 +351,6 @@ class HeadKeeper:
         self.problem: StreamCkptError | None = None
         """Error of the last attempt to bring HEAD to the newest marker, or the fault found in HEAD."""
 
-    @property
-    def marker(self) -> MarkerId | None:
-        """Marker that HEAD is at. None if it is at none."""
-        return self.writer.marker
-
     def follow(self, lineage: Lineage, catalog: Catalog) -> None:
         """Bring HEAD to the newest marker that the store offers."""
         offered = catalog.markers - catalog.dropped

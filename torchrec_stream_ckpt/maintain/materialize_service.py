@@ -110,7 +110,7 @@ class MaterializeService(Service):
     def doing(self) -> str:
         """Description of the current work, for people."""
         at_work = self._materializer is not None and not self._trouble
-        return self._materializer.doing if self._materializer is not None and at_work else self.status.doing
+        return self._materializer.progress.doing if self._materializer is not None and at_work else self.status.doing
 
     def pass_over(self, commit: Commit, error: CorruptionError) -> None:
         """Report a marker that is passed over. Passed to the materializer if lost markers are to be passed over."""

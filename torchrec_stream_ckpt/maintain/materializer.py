@@ -28,7 +28,7 @@ from torchrec_stream_ckpt.maintain.engine.api import Engine, InProcess, Site
 from torchrec_stream_ckpt.maintain.head import HeadKeeper, HeadWriter
 from torchrec_stream_ckpt.maintain.incomplete_markers import IncompleteMarkers, put_claim
 from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder, Segments
-from torchrec_stream_ckpt.maintain.progress import Counts, Progress
+from torchrec_stream_ckpt.maintain.progress import Progress
 from torchrec_stream_ckpt.maintain.proof_checker import ProofChecker, ProofRule
 from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer
 from torchrec_stream_ckpt.maintain.summarizer import Summarizer
@@ -83,40 +83,29 @@ class Materializer:
         self._log = log
         self._objects = objects
         self._catalog: Catalog | None = None
-        self._progress = Progress(going_on)
+        self.progress = Progress(going_on)
+        """Progress that its parts report."""
+        self.counts = self.progress.counts
+        """Counts of the work done so far."""
         self._losses = IncompleteMarkers(objects, pass_over, self._put_claim)
-        self.engine = engine(Site(log, objects, pool, self._progress.tell))
+        self.engine = engine(Site(log, objects, pool, self.progress.tell))
         """Runs the tasks. The caller closes it."""
-        self._intervals = IntervalFolder(log, objects, self._progress, self.engine, pool)
-        self._dense = DenseCopier(objects, dense_of, self._losses, self._progress)
-        self._repairer = Repairer(objects, pool, self._intervals, self._progress, repaired)
-        self.compactor = Compactor(objects, pool, policy or Policy(), self._progress, self.engine)
+        self._intervals = IntervalFolder(log, objects, self.progress, self.engine, pool)
+        self._dense = DenseCopier(objects, dense_of, self._losses, self.progress)
+        self.repairer = Repairer(objects, pool, self._intervals, self.progress, repaired)
+        """Repairs damaged objects of its store."""
+        self.compactor = Compactor(objects, pool, policy or Policy(), self.progress, self.engine)
         self._late: StreamCkptError | None = None
         """Error because of which a fold of this round was not written. Raised late, because markers have priority."""
-        self.proofs = ProofChecker(objects, pool, self.compactor, self._repairer, self._progress, proofs)
+        self.proofs = ProofChecker(objects, pool, self.compactor, self.repairer, self.progress, proofs)
         """Compares markers with their proofs."""
-        self._summarizer = Summarizer(objects, pool, self._progress)
-        keeper = HeadKeeper(head, self._repairer, self.proofs, self._progress) if head is not None else None
+        self._summarizer = Summarizer(objects, pool, self.progress)
+        keeper = HeadKeeper(head, self.repairer, self.proofs, self.progress) if head is not None else None
         self.head = keeper
         self.missing: list[Commit] = []
         """Committed markers that are not in the store and were not given up, in commit order."""
         self.missing_bytes = 0
         """Bytes of frames that lead to the missing markers, each from the marker before in its generation."""
-
-    @property
-    def counts(self) -> Counts:
-        """Counts of the work done so far."""
-        return self._progress.counts
-
-    @property
-    def progress(self) -> Progress:
-        """Progress that its parts report."""
-        return self._progress
-
-    @property
-    def repairer(self) -> Repairer:
-        """Repairs damaged objects of its store."""
-        return self._repairer
 
     def forget(self) -> None:
         """Discard cached manifests and folds because one was rewritten. They are read again when next needed."""
@@ -124,14 +113,9 @@ class Materializer:
             self._catalog.forget()
 
     @property
-    def doing(self) -> str:
-        """Description of the current work, for people."""
-        return self._progress.doing
-
-    @property
     def head_marker(self) -> MarkerId | None:
         """Marker that HEAD on this host is at. None if it is at none."""
-        return self.head.marker if self.head is not None else None
+        return self.head.writer.marker if self.head is not None else None
 
     @property
     def head_problem(self) -> StreamCkptError | None:
@@ -173,7 +157,7 @@ class Materializer:
                 older = (lineage.commits[each] for each in own if each < marker and each in lineage.commits)
                 next((each for each in older if self._tells_history(catalog, each)), None)
         for marker in damaged:  # all that can be read is of this history: no log writes into another's store
-            self._repairer.mending(lineage, catalog, partial(_check, catalog, lineage.commits[marker]))
+            self.repairer.mending(lineage, catalog, partial(_check, catalog, lineage.commits[marker]))
 
     @staticmethod
     def _tells_history(catalog: Catalog, commit: Commit) -> bool:
@@ -203,10 +187,10 @@ class Materializer:
         catalog = self._look(lineage)
         self._dense.give_up_lost(lineage, catalog)
         self._late = None
-        self._check_proofs(lineage, catalog)
+        self.proofs.check(lineage, catalog)
         due = list(self.missing)
         for place, commit in enumerate(due, 1):
-            self._progress.going_on()
+            self.progress.going_on()
             following = due[place : place + self._intervals.ahead]
             before = previous_commit(lineage, commit.id)
             segments = self._fold_or_pass(lineage, catalog, commit, before, following)
@@ -219,7 +203,7 @@ class Materializer:
             self._merge(lineage, catalog)
             self.counts.markers += 1
             self.proofs.add(commit)
-            self._check_proofs(lineage, catalog)
+            self.proofs.check(lineage, catalog)
             self._summarizer.came(catalog, commit.id)
             yield commit.id
         self._merge(lineage, catalog)
@@ -231,7 +215,7 @@ class Materializer:
         if self._late is not None:
             raise self._late
         if not self.merging:
-            self._progress.doing = "waiting for markers"
+            self.progress.doing = "waiting for markers"
 
     @property
     def merging(self) -> bool:
@@ -250,12 +234,12 @@ class Materializer:
         if self._catalog is None:
             return
         while self.merging:
-            self._progress.going_on()
+            self.progress.going_on()
             self.compactor.wait(_PATIENCE_S)
             self._merge(lineage, self._catalog)
             if self._late is not None:
                 raise self._late
-        self._progress.doing = "waiting for markers"
+        self.progress.doing = "waiting for markers"
 
     def _merge(self, lineage: Lineage, catalog: Catalog) -> None:
         """Advance folds. An error is raised only after all markers are in the store."""
@@ -263,13 +247,9 @@ class Materializer:
             return
         try:
             self.compactor.wait(0)
-            self._repairer.mending(lineage, catalog, partial(self.compactor.advance, lineage, catalog))
+            self.repairer.mending(lineage, catalog, partial(self.compactor.advance, lineage, catalog))
         except StreamCkptError as error:
             self._late = error
-
-    def _check_proofs(self, lineage: Lineage, catalog: Catalog) -> None:
-        """Compare the markers that are in the store."""
-        self.proofs.check(lineage, catalog)
 
     def _load(self, job: bytes) -> Catalog:
         if self._catalog is None:
@@ -313,7 +293,7 @@ class Materializer:
             if stands_on_lost:
                 raise CorruptionError(f"it is based on marker {parent}, which is lost", marker=commit.id)
             fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing, following)
-            return self._repairer.mending(lineage, catalog, fold)
+            return self.repairer.mending(lineage, catalog, fold)
         except CorruptionError as error:
             if isinstance(error, MissingObjectError | OtherLogError):
                 raise  # the log has lost nothing
@@ -328,14 +308,14 @@ class Materializer:
         has_dense = self._dense.take(commit)
         manifest = Manifest(commit, lineage.previous(commit.id), segments)
         failpoint("materialize.manifest")
-        self._repairer.mending(lineage, catalog, partial(_put_manifest, self._objects, catalog, manifest))
+        self.repairer.mending(lineage, catalog, partial(_put_manifest, self._objects, catalog, manifest))
         failpoint("materialize.manifest_put")
         if not has_dense:
             self._dense.give_up(lineage, catalog, commit)
 
     def _put_claim(self, lineage: Lineage, catalog: Catalog, commit: Commit) -> None:
         """Call :func:`put_claim`. A damaged CLAIM is rewritten from the log."""
-        self._repairer.mending(lineage, catalog, partial(put_claim, self._objects, lineage, commit))
+        self.repairer.mending(lineage, catalog, partial(put_claim, self._objects, lineage, commit))
 
 
 def _put_manifest(objects: Objects, catalog: Catalog, manifest: Manifest) -> None:

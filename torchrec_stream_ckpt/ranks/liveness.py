@@ -61,10 +61,11 @@ class Liveness:
     """
 
     def __init__(self, store: Any, rank: int, world: int) -> None:
-        self._store = store
+        self.store = store
+        """Store shared by all ranks. None if the ranks share no store."""
         self._rank = rank
         self._world = world
-        self._call = ""
+        self.current = ""
         """The collective call that the training thread is in. Empty between calls."""
         self._call_ends_s: float | None = None
         self._waits_in_call = False
@@ -94,7 +95,7 @@ class Liveness:
 
     def close(self, call: str = "close()") -> None:
         """Report to waiting ranks that this rank makes no more calls."""
-        self._call, self._waits_in_call, self._closed = call, True, True
+        self.current, self._waits_in_call, self._closed = call, True, True
         self.ending.set()
         self.woken.set()
         with self._lock:  # another thread may be starting it
@@ -105,7 +106,7 @@ class Liveness:
     def _start(self) -> None:
         """Start the thread if it is not running. Not needed without another rank."""
         begun = self._thread is not None and self._thread.is_alive()  # False if its start was interrupted
-        if not begun and self._store is not None and self._world > 1:
+        if not begun and self.store is not None and self._world > 1:
             left, woken = SafeEvent(), self.woken
             self._thread = threading.Thread(
                 target=_run, args=(weakref.ref(self), woken, self.ending, left), name="stream-ckpt-roll", daemon=True
@@ -126,26 +127,16 @@ class Liveness:
             self._thread = None
             return True
 
-    @property
-    def store(self) -> Any:
-        """Store shared by all ranks. None if the ranks share no store."""
-        return self._store
-
-    @property
-    def current(self) -> str:
-        """The call that the training thread is in."""
-        return self._call
-
     @contextlib.contextmanager
     def call(self, name: str) -> Iterator[None]:
         """(training thread) Run a collective call, or one inside another, which then keeps its name."""
-        before = self._call, self._call_ends_s
-        if not self._call:
-            self._call, self._call_ends_s = name, None
+        before = self.current, self._call_ends_s
+        if not self.current:
+            self.current, self._call_ends_s = name, None
         try:
             yield
         finally:
-            self._call, self._call_ends_s = before
+            self.current, self._call_ends_s = before
 
     def bound(self, bound_s: float) -> None:
         """End all waits of the training thread's current call within ``bound_s``."""
@@ -170,7 +161,7 @@ class Liveness:
             ends = min(ends, self._call_ends_s)
         if done(max(0.0, min(QUIET_S, ends - begin))):
             return
-        what = what or self._call or "a collective"
+        what = what or self.current or "a collective"
         with self._asking(in_call=in_call):
             warned = False
             while not done(max(0.0, min(0.5, ends - time.monotonic()))):
@@ -190,7 +181,7 @@ class Liveness:
         """Return the error for a broken connection. It names the lost rank, as soon as it is known."""
         with self._asking(in_call=False):
             ends = time.monotonic() + SILENT_S + 2 * TICK_S
-            while self._store is not None and time.monotonic() < ends and not (self._silent() or self._gone()):
+            while self.store is not None and time.monotonic() < ends and not (self._silent() or self._gone()):
                 time.sleep(0.1)
         log.debug("a connection to another rank broke: %s", error)
         hint = "check that rank's output and host; restart the job"
@@ -213,7 +204,7 @@ class Liveness:
 
     def _missing(self) -> str:
         """Describe the missing ranks and their current calls."""
-        if self._store is None:
+        if self.store is None:
             return "another rank"
         if time.monotonic() - self._answered_s > SILENT_S:
             return "rank 0, or the host of the ranks' store, which does not answer"
@@ -252,7 +243,7 @@ class Liveness:
         log.log(logging.ERROR if fatal else logging.WARNING, "%s", said)
         if fatal:
             self._alarm = said
-        if self._store is not None:
+        if self.store is not None:
             self._outbox = (said, fatal)
             self.woken.set()
 
@@ -282,7 +273,7 @@ class Liveness:
                 self._waits_in_call = False
 
     def _tick(self, heard: set[str]) -> None:
-        store = self._store
+        store = self.store
         assert store is not None
         if self._waiting:
             store.set("ask", "1")
@@ -292,7 +283,7 @@ class Liveness:
             store.delete_key("ask")
         if self._waiting or self._closed or store.check(["ask"]):
             self._beat += 1
-            store.set(f"rank{self._rank}", json.dumps([self._beat, self._call, self._waits_in_call]))
+            store.set(f"rank{self._rank}", json.dumps([self._beat, self.current, self._waits_in_call]))
         if (outbox := self._outbox) is not None:
             self._outbox = None
             store.set("said", json.dumps(outbox))

@@ -27,7 +27,6 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, Array, RowsView
-from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry, decode_chunk
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.maintain.fold import fold_interval
@@ -190,6 +189,7 @@ class MarkerRows:
         self.opened = 0
         """Number of times that the rows were located. After it has grown, rows come from other places."""
         self.route = self._open(lineage, marker, since, self._damaged)
+        self.lineage, self.marker, self.schema = lineage, marker, self.route.schema
 
     @staticmethod
     def from_log(
@@ -197,23 +197,6 @@ class MarkerRows:
     ) -> SentRows:
         """Return the rows sent after ``since`` as the log has them. Arguments and errors are those of SentRows."""
         return SentRows(log, locate(lineage, marker, None, since=since), between)
-
-    @property
-    def schema(self) -> Schema:
-        return self.route.schema
-
-    @property
-    def lineage(self) -> Lineage:
-        return self.route.lineage
-
-    @property
-    def marker(self) -> MarkerId:
-        return self.route.marker
-
-    @property
-    def stored(self) -> tuple[Piece, ...]:
-        """Pieces of the store, oldest first."""
-        return self.route.pieces
 
     def _open(
         self, lineage: Lineage, marker: MarkerId, since: MarkerId | None, damaged: Mapping[str, CorruptionError]
@@ -326,7 +309,7 @@ class MarkerRows:
         windows, last = agree([marks.windows()], marks.floor), len(path.chain) - 1
         if not windows.keys() - {last}:
             return
-        for piece in self.stored:
+        for piece in self.route.pieces:
             if piece.start is None:
                 sent.whole(piece)
             elif path.place(piece.end) > min(windows):

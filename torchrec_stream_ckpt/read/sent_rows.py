@@ -10,7 +10,6 @@ import numpy as np
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import IdEvents, RowsView, decode_events
-from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.maintain.fold import IntervalFrames
 from torchrec_stream_ckpt.proofs.seen_marks import RankReport
@@ -43,6 +42,7 @@ class SentRows:
         assert not route.pieces
         self._log = log
         self._route = route
+        self.schema = route.schema
         self._between = between
         self.repeats = False
         """True if :meth:`sent` yields a row as often as it was sent."""
@@ -60,10 +60,6 @@ class SentRows:
             else:
                 self._held.clear()
         self._is_held = held_bytes <= HELD_BYTES
-
-    @property
-    def schema(self) -> Schema:
-        return self._route.schema
 
     def release(self) -> None:
         """Hold no frames from here on: they are read and checked again if they are wanted."""

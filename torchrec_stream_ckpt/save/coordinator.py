@@ -85,42 +85,34 @@ class Seal:
     def __init__(self) -> None:
         self._decided = SafeEvent()
         self._lock = threading.Lock()
-        self._sealed: Sealed | None = None
-        self._reason = ""
+        self.sealed: Sealed | None = None
+        """The MARK of a sealed cut; None if the cut is given up or not decided."""
+        self.reason = ""
+        """Reason why the cut was given up; empty if it was not."""
 
     def close(self, sealed: Sealed) -> bool:
         """Seal the cut, whose MARK is in the ring. Returns False if the cut was given up before."""
         with self._lock:
             if not self._decided.is_set():
-                self._sealed = sealed
+                self.sealed = sealed
                 self._decided.set()
-            return self._sealed is not None
+            return self.sealed is not None
 
     def fail(self, reason: str) -> bool:
         """Give the cut up unless it is sealed; returns whether it is given up."""
         with self._lock:
             if not self._decided.is_set():
-                self._reason = reason
+                self.reason = reason
                 self._decided.set()
-            return self._sealed is None
+            return self.sealed is None
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the decision; returns False if there was none in time."""
         return self._decided.wait(timeout_s)
 
     @property
-    def sealed(self) -> Sealed | None:
-        """The MARK of a sealed cut; None if the cut is given up or not decided."""
-        return self._sealed
-
-    @property
     def failed(self) -> bool:
-        return self._decided.is_set() and self._sealed is None
-
-    @property
-    def reason(self) -> str:
-        """Reason why the cut was given up; empty if it was not."""
-        return self._reason
+        return self._decided.is_set() and self.sealed is None
 
 
 def unheard(error: Exception, marker: int, generation: int, rank: int) -> CommitUnknownError:

@@ -85,13 +85,10 @@ class DenseStore:
     def __init__(self, objects: Objects) -> None:
         self._objects = objects
         self.url = objects.url
+        self.folder: Path | None = None
+        """The store's folder. None for an object store."""
         self._scratch: Path | None = None
         self._fetched: dict[MarkerId, Path] = {}
-
-    @property
-    def folder(self) -> Path | None:
-        """The store's folder. None for an object store."""
-        return None
 
     def preflight(self) -> None:
         """(rank 0, at attach) Check that the store answers and accepts our login.
@@ -257,11 +254,7 @@ class DenseFolder(DenseStore):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(FolderObjects(folder))
-        self._folder = folder
-
-    @property
-    def folder(self) -> Path:
-        return self._folder
+        self.folder: Path = folder
 
     def preflight(self) -> None:
         pass
@@ -285,7 +278,7 @@ class DenseFolder(DenseStore):
         return self._root(job).is_dir()
 
     def writing(self, job: bytes, marker: MarkerId) -> Path:
-        return self._folder / dense_name(job, marker)
+        return self.folder / dense_name(job, marker)
 
     def publish(self, job: bytes, marker: MarkerId, files: Sequence[DenseFile]) -> None:
         pass  # DCP has synced its files, and rank 0 their folder
@@ -305,14 +298,14 @@ class DenseFolder(DenseStore):
 
     def pieces(self, commit: Commit, file: DenseFile) -> Iterator[memoryview]:
         name = dense_file_name(commit.job, commit.id, file.name)
-        return _pieces(self._objects, name, file, path=self._folder / name)
+        return _pieces(self._objects, name, file, path=self.folder / name)
 
     def local(self, commit: Commit) -> Path:
-        return dense_path(self._folder, commit)
+        return dense_path(self.folder, commit)
 
     def place(self, commit: Commit) -> str:
         return str(self.local(commit))
 
     def _root(self, job: bytes) -> Path:
         """Return the folder of one job's dense state."""
-        return (self._folder / dense_name(job, MarkerId(0, 0))).parent
+        return (self.folder / dense_name(job, MarkerId(0, 0))).parent

@@ -128,7 +128,7 @@ class FollowedModel(Replica):
     # Before an update is written.
 
     def _prepare(self, update: Update) -> None:
-        named = {table.name: table for _, table in update.schema.live if self._follower.wants(table)}
+        named = {table.name: table for _, table in update.schema.live if self.follower.wants(table)}
         self._check_tables(named)
         self._state = None
         self._maps.prepare(update)
@@ -223,7 +223,7 @@ class FollowedModel(Replica):
     def _compared(self, update: Update) -> Comparisons:
         lacking = {name: ids for name, rows in self._whole.items() if len(ids := rows.end())}
         if lacking:
-            self._follower.stats.reread += sum(map(len, lacking.values()))
+            self.follower.stats.reread += sum(map(len, lacking.values()))
             for changed in update.whole(lacking):
                 self._whole[changed.table.name].put(changed)
         return super()._compared(update)

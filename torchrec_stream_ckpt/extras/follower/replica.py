@@ -138,7 +138,8 @@ class Replica(ABC):
     def __init__(self, follower: Follower, *, accept_unproved: bool) -> None:
         if follower.resumes:
             raise ConfigError("new tables cannot continue from a position", hint="omit Follower.resume()")
-        self._follower = follower
+        self.follower = follower
+        """The follower whose updates are applied."""
         self._gate = Gate()
         self._newest: Update | None = None
         self._proof: WeightProof | None = None
@@ -155,14 +156,9 @@ class Replica(ABC):
         """The error that ended the thread of :meth:`start`. Updates applied before it can still be read."""
 
     @property
-    def follower(self) -> Follower:
-        """The follower whose updates are applied."""
-        return self._follower
-
-    @property
     def stats(self) -> FollowStats:
         """Counts and positions of the follower."""
-        return self._follower.stats
+        return self.follower.stats
 
     # Places of rows.
 
@@ -195,7 +191,7 @@ class Replica(ABC):
                 loads all rows again, and if log and store themselves have the differing rows, it waits for newer ones.
         """
         applied = []
-        for update in self._follower.updates(timeout_s, once=True):
+        for update in self.follower.updates(timeout_s, once=True):
             self._prepared(update)
             self._apply(update)
             applied.append(update)
@@ -213,7 +209,7 @@ class Replica(ABC):
             raise ConfigError("these tables are already following")
         self._thread = threading.Thread(target=self._run, name="stream-ckpt-follow", daemon=True)
         self._thread.start()
-        end_at_exit(self._thread, self._follower.stop)
+        end_at_exit(self._thread, self.follower.stop)
 
     def _run(self) -> None:
         try:
@@ -226,7 +222,7 @@ class Replica(ABC):
         while True:
             self._prepares = False
             try:
-                for update in self._follower.updates():
+                for update in self.follower.updates():
                     self._prepared(update)
                     if not self._applies(update):
                         break
@@ -243,13 +239,13 @@ class Replica(ABC):
                 if not (self._prepares or (self._half and not isinstance(error, UNREADABLE))):
                     raise
                 broken_s = self._waits_since(broken_s, error)
-                if time.monotonic() - broken_s >= self._follower.outage_s or self._follower.pause():
+                if time.monotonic() - broken_s >= self.follower.outage_s or self.follower.pause():
                     raise
 
     def _waits_since(self, broken_s: float | None, error: StreamCkptError) -> float:
         """Return since when updates cannot be applied, and log that once."""
         if broken_s is None:
-            log.warning("waiting up to %.0f s: %s", self._follower.outage_s, error.headline)
+            log.warning("waiting up to %.0f s: %s", self.follower.outage_s, error.headline)
         return broken_s if broken_s is not None else time.monotonic()
 
     def _applies(self, update: Update) -> bool:
@@ -257,7 +253,7 @@ class Replica(ABC):
         try:
             self._apply(update)
         except UNREADABLE as error:
-            if update.kind is UpdateKind.LOAD and not self._follower.passes(update.marker):
+            if update.kind is UpdateKind.LOAD and not self.follower.passes(update.marker):
                 raise
             log.warning("an update failed before its end: %s", error.headline)
             return False
@@ -269,7 +265,7 @@ class Replica(ABC):
         Raises:
             ConfigError: ``prometheus_client`` is not installed, or it cannot listen there.
         """
-        follower = self._follower
+        follower = self.follower
         endpoint = serve_metrics(
             host, port, lambda: follower_values(follower.stats), FOLLOWER_METRICS, labels_of(follower.uri), "port"
         )
@@ -279,10 +275,10 @@ class Replica(ABC):
     def close(self) -> None:
         """End the thread, and the follower. Applied updates can still be read."""
         self._closing.close()
-        self._follower.stop()
+        self.follower.stop()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
-        self._follower.close()
+        self.follower.close()
 
     def __enter__(self) -> Self:
         return self
@@ -349,8 +345,8 @@ class Replica(ABC):
 
     def _compared(self, update: Update) -> Comparisons:
         """Compare the held weights with the proof of an update's marker, and with older ones."""
-        proof = proof_of(update) if self._follower.mode == "markers" else None
-        older = older_proofs_of(update) if self._follower.mode == "markers" else ()
+        proof = proof_of(update) if self.follower.mode == "markers" else None
+        older = older_proofs_of(update) if self.follower.mode == "markers" else ()
         return Comparisons(
             (proof, self._differing(proof, update.schema)) if proof is not None else None,
             [(each, self._differing(each, update.schema)) for each in older],
@@ -358,7 +354,7 @@ class Replica(ABC):
 
     def _settle(self, update: Update, compared: Comparisons) -> None:
         """Serve an update that was applied, unless its rows differ from their proof; raises as :meth:`_check`."""
-        stats = self._follower.stats
+        stats = self.follower.stats
         if update.kind is UpdateKind.LOAD:
             self._doubts.loaded(update.includes)
         found = stats.unproved
@@ -380,8 +376,8 @@ class Replica(ABC):
             ProofMismatchError: they differ, and log and store may have other values: nothing is served, and the next
                 update loads all of them.
         """
-        stats, self._proof = self._follower.stats, None
-        if self._follower.mode != "markers":
+        stats, self._proof = self.follower.stats, None
+        if self.follower.mode != "markers":
             return
         if compared is None:
             stats.uncompared += 1
@@ -399,7 +395,7 @@ class Replica(ABC):
             error = refusal(Unproved(len(blocks), blocks, tuple(table.name for table, _ in differing)), update.marker)
             self._half = error.message
             why = f"rows differ from the proof of marker {update.marker}"
-            self._follower.load_anew(why, first=update.marker)
+            self.follower.load_anew(why, first=update.marker)
             raise error
         self._doubts.proved(proof, is_load=update.kind is UpdateKind.LOAD)
         for table, unproved in differing:
@@ -410,7 +406,7 @@ class Replica(ABC):
         """Judge the comparison of weights that were just loaded with the proof of an older marker."""
         self._doubts.proved(proof, is_load=True)
         for table, unproved in differing:
-            self._follower.stats.unproved += len(unproved.blocks)
+            self.follower.stats.unproved += len(unproved.blocks)
             self._doubts.add(table, unproved.blocks)
 
     def _differing(self, proof: WeightProof, schema: Schema) -> Differing:
@@ -430,7 +426,7 @@ class Replica(ABC):
         compared = compare_replicated(held, proof.proof, marker)
         if compared.unproved is None:
             return
-        self._follower.stats.unproved += compared.unproved.count
+        self.follower.stats.unproved += compared.unproved.count
         error = refusal(compared.unproved, marker)
         if not self._accept:
             raise error

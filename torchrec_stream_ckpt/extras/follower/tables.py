@@ -178,7 +178,7 @@ class FollowedTables(Replica):
         wanted = raw_ids.cpu().numpy()
         with self.reading() as served, torch.no_grad():
             weights, id_map = served.tables[table], self._maps[table]
-            if self._follower.mode == "rows" and id_map.hashed is None and (wanted == NO_ID).any():
+            if self.follower.mode == "rows" and id_map.hashed is None and (wanted == NO_ID).any():
                 raise ConfigError(
                     f"raw id {NO_ID} is TorchRec's mark of free rows, and between markers it is not known which are "
                     "free",
@@ -279,7 +279,7 @@ class FollowedTables(Replica):
 
     def _others_for(self, schema: Schema) -> dict[str, torch.Tensor] | None:
         """Return tensors for the first tables, or for those of a changed model; None if the existing ones fit."""
-        named = {table.name: table for _, table in schema.live if self._follower.wants(table)}
+        named = {table.name: table for _, table in schema.live if self.follower.wants(table)}
         if self._schema is not None and named.items() <= {each.name: each for _, each in self._schema.live}.items():
             return None if named.keys() == self._planes.keys() else {name: self._tensors[name] for name in named}
         if self._into is not None:

@@ -135,22 +135,15 @@ class OpenMarker:
     ``with``."""
 
     def __init__(self, route: Route, lazy: _RowsOnDemand, stack: ExitStack) -> None:
-        self._route = route
+        self.id = route.marker
+        """The marker's name."""
+        self.step = route.commit.step
+        """Steps that the job had done."""
         self._stack = stack
         self.tables: Mapping[str, OpenTable] = _Named(
             "table", {spec.name: OpenTable(spec, index, lazy) for index, spec in route.schema.live}
         )
         """Tables by name, such as ``sparse.ebc.t_user``."""
-
-    @property
-    def id(self) -> MarkerId:
-        """The marker's name."""
-        return self._route.marker
-
-    @property
-    def step(self) -> int:
-        """Steps that the job had done."""
-        return self._route.commit.step
 
     def close(self) -> None:
         """Close the log and the store, and delete the scratch folder."""
@@ -203,17 +196,11 @@ class RowSection:
         self._table = table
         self._state = state
         self._lazy = lazy
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Dtype of the arrays that are returned."""
-        name = self._spec.dtype if self._state is None else self._spec.states[self._state].dtype
-        return np.dtype(np.float32) if name == "bfloat16" else np.dtype(NUMPY_DTYPES[name])
-
-    @property
-    def rows(self) -> int:
+        self.rows = spec.rows
         """Rows of the table."""
-        return self._spec.rows
+        self._stored = spec.dtype if state is None else spec.states[state].dtype
+        self.dtype: np.dtype[Any] = np.dtype(np.float32 if self._stored == "bfloat16" else NUMPY_DTYPES[self._stored])
+        """Dtype of the arrays that are returned."""
 
     def __len__(self) -> int:
         return self.rows
@@ -264,8 +251,7 @@ class RowSection:
         array = window.weights if self._state is None else window.states[self._state]
         if self._state is not None and self._spec.states[self._state].per_row:
             array = array[0] if len(reader.slices) == 1 else array.T
-        name = self._spec.dtype if self._state is None else self._spec.states[self._state].dtype
-        if name == "bfloat16":
+        if self._stored == "bfloat16":
             return (array.astype(np.uint32) << 16).view(np.float32)
         return array
 
@@ -281,21 +267,15 @@ class OpenTable(RowSection):
         super().__init__(spec, table, None, lazy)
         self.spec = spec
         """Rows, columns, dtypes, optimizer."""
+        self.name = spec.name
+        """Module path and table."""
+        self.shape = (spec.rows, spec.dim)
+        """Rows and columns."""
         self.states: Mapping[str, RowSection] = _Named(
             "state", {state.name: RowSection(spec, table, number, lazy) for number, state in enumerate(spec.states)}
         )
         """Optimizer states by name. A state with one value a row gives a number for each row, or one for each column
         shard, in the order of :attr:`column_shards`."""
-
-    @property
-    def name(self) -> str:
-        """Module path and table."""
-        return self._spec.name
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns."""
-        return (self._spec.rows, self._spec.dim)
 
     @property
     def column_shards(self) -> tuple[tuple[int, int], ...]:

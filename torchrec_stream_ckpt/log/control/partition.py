@@ -68,7 +68,8 @@ class Control:
         self.signs = key is not None
         """True if there is a commit key."""
         self._folded = Folded()
-        self._last = -1
+        self.last = -1
+        """Offset of the last record read. -1 if none was."""
         self._next = 0
         """Offset at which to continue reading, after the last record."""
         self._lock = threading.Lock()
@@ -83,11 +84,6 @@ class Control:
     def lineage(self) -> Lineage:
         """The control partition as of the last read by this object."""
         return self._folded.lineage
-
-    @property
-    def last(self) -> int:
-        """Offset of the last record read. -1 if none was."""
-        return self._last
 
     def refresh(self, last: int | None = None) -> Lineage:
         """Read new records and return the current lineage. Safe to call from several threads.
@@ -110,12 +106,12 @@ class Control:
         return lineage
 
     def _read_on(self, last: int | None) -> None:
-        if self._last < 0:
+        if self.last < 0:
             self._begin()
             return
         try:
             for offset, record in self.records.read(self._next):
-                if offset > self._last:
+                if offset > self.last:
                     counts = not is_snapshot(record) and self.records.apply(
                         self._folded, offset, record, spare=self._spare
                     )
@@ -151,7 +147,7 @@ class Control:
         """
         kept = self._copies(*copies) if copies is not None else self.copies
         lineage = self.refresh()
-        if kept is None or not lineage.claims or not (beyond := kept.beyond(lineage.job, self._last)):
+        if kept is None or not lineage.claims or not (beyond := kept.beyond(lineage.job, self.last)):
             return None
         lineage = self.refresh()  # a trainer may have appended and copied them since
         genuine = (self.records.genuine(each, lineage.job) for each in beyond)
@@ -194,11 +190,11 @@ class Control:
             self.copies.later()
 
     def _passed(self, offset: int, record: bytes) -> None:
-        self._last, self._next = offset, self._log.control_next(offset, record)
+        self.last, self._next = offset, self._log.control_next(offset, record)
 
     def _begin(self) -> None:
         """Read all remaining records, starting at the newest snapshot."""
-        self._last, last = -1, (-1, b"")
+        self.last, last = -1, (-1, b"")
         recent: deque[tuple[int, bytes]] = deque(maxlen=RECENT)
         counts: deque[tuple[int, bool]] = deque(maxlen=RECENT)
         start, before, copied = 0, -1, self.copies is not None
@@ -266,11 +262,11 @@ class Control:
         deadline = time.monotonic() + _READ_BACK_S
         while True:
             lineage = self.refresh(offset)
-            if self._last >= offset:
+            if self.last >= offset:
                 return lineage
             if time.monotonic() > deadline:
                 raise LogUnavailableError(
-                    f"the log accepted a CLAIM at offset {offset}, but shows its records only up to {self._last}",
+                    f"the log accepted a CLAIM at offset {offset}, but shows its records only up to {self.last}",
                     hint="check whether a broker is cut off from the others; then try again",
                 )
             time.sleep(0.2)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Generator
 
 from torchrec_stream_ckpt.errors import StreamCkptError
-from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber, ScrubCounts
+from torchrec_stream_ckpt.maintain.scrub.scrubber import Scrubber
 
 
 class Allowance:
@@ -68,22 +68,12 @@ class BackgroundScrub:
         passed: Callable[[Scrubber], None] = lambda _: None,
         trouble: Callable[[StreamCkptError], None] = lambda _: None,
     ) -> None:
-        self._scrubber = scrubber
+        self.scrubber = scrubber
         self._allowance = Allowance(bytes_per_s, SAVED_S)
         self._passed = passed
         self._trouble = trouble
         self._pieces: Generator[int] | None = None
         self._rest_s, self._rests_until = 0.0, 0.0
-
-    @property
-    def counts(self) -> ScrubCounts:
-        """Counts of the work done so far."""
-        return self._scrubber.counts
-
-    @property
-    def oldest_s(self) -> float:
-        """Same as ``oldest_s`` of the scrubber's place."""
-        return self._scrubber.kept.oldest_s
 
     def use(self, seconds: float, stop: threading.Event) -> None:
         """Scrub for ``seconds``, or until ``stop``. Waits while nothing may be read."""
@@ -106,22 +96,22 @@ class BackgroundScrub:
         if self._pieces is not None:
             self._pieces.close()
             with contextlib.suppress(StreamCkptError):  # a few seconds of reading are repeated then
-                self._scrubber.kept.save()
+                self.scrubber.kept.save()
 
     def _is_due(self) -> bool:
         """Return whether there is something to read now."""
         if time.monotonic() < self._rests_until:
             return False
-        place = self._scrubber.place
+        place = self.scrubber.place
         return self._pieces is not None or not place.ended or not 0 <= time.time() - place.begun_s < REST_S
 
     def _read(self) -> None:
         if self._pieces is None:
-            self._pieces = self._scrubber.pieces()
+            self._pieces = self.scrubber.pieces()
         num_bytes = next(self._pieces, None)
         if num_bytes is None:
             self._pieces = None
-            self._passed(self._scrubber)
+            self._passed(self.scrubber)
         else:
             self._rest_s = 0.0
             self._allowance.spend(num_bytes)
