@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, wait
+from dataclasses import dataclass, field
 
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Mark
@@ -45,6 +46,7 @@ FRONT_BYTES = 64 * 2**10
 """Bytes read of a segment to get its directory with one request: room for some 1,300 chunks."""
 
 
+@dataclass(eq=False)
 class SegmentWriter:
     """Puts the parts of one interval or fold into the store, one after the other.
 
@@ -56,22 +58,14 @@ class SegmentWriter:
         background: Thread that writes a part while other rows are gathered. None if :meth:`put` writes.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        schema: Schema,
-        name: Callable[[int], str],
-        segment: Callable[[int], SegmentId],
-        background: Executor | None = None,
-    ) -> None:
-        self._objects = objects
-        self._schema = schema
-        self._name = name
-        self._segment = segment
-        self._background = background
-        self._writing: Future[None] | None = None
-        self.refs: list[SegmentRef] = []
-        """Parts that are written."""
+    objects: Objects
+    schema: Schema
+    name: Callable[[int], str]
+    segment: Callable[[int], SegmentId]
+    background: Executor | None = None
+    _writing: Future[None] | None = field(default=None, init=False)
+    refs: list[SegmentRef] = field(default_factory=list, init=False)
+    """Parts that are written."""
 
     def put(self, rows: RowSorter, *, last: bool, notes: Notes | None = None, part: int | None = None) -> None:
         """Write the rows of ``rows`` as the next part. ``rows`` must stay unchanged until the next call.
@@ -86,10 +80,10 @@ class SegmentWriter:
         version = version_of(notes)
         self.finish()
         chunks, part = rows.chunks(), part if part is not None else len(self.refs)
-        if self._background is None:
+        if self.background is None:
             self._put(part, chunks, last, text, version)
         else:
-            self._writing = self._background.submit(self._put, part, chunks, last, text, version)
+            self._writing = self.background.submit(self._put, part, chunks, last, text, version)
 
     def finish(self) -> tuple[SegmentRef, ...]:
         """Return all parts once they are written. Raises as :meth:`put`."""
@@ -105,13 +99,13 @@ class SegmentWriter:
 
     def _put(self, part: int, chunks: Sequence[Chunk], last: bool, notes: bytes, version: int) -> None:
         parts, front_bytes, crc = lay_out(
-            self._segment(part), chunks, last=last, schema_crc=self._schema.crc, notes=notes, version=version
+            self.segment(part), chunks, last=last, schema_crc=self.schema.crc, notes=notes, version=version
         )
         failpoint("fold.segment")
-        put_once(self._objects, self._name(part), parts)
+        put_once(self.objects, self.name(part), parts)
         failpoint("fold.segment_put")
-        front = parse_front(parts[0], self._name(part))
-        self.refs.append(SegmentRef(self._name(part), front.num_bytes, front_bytes, crc, front.rows))
+        front = parse_front(parts[0], self.name(part))
+        self.refs.append(SegmentRef(self.name(part), front.num_bytes, front_bytes, crc, front.rows))
 
 
 def version_of(notes: Notes | None) -> int:

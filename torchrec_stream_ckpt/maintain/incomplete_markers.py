@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from crc32c import crc32c
 
@@ -16,6 +17,7 @@ from torchrec_stream_ckpt.store.write_once import put_unless_taken
 from torchrec_stream_ckpt.util.layout import claim_name, dropped_name
 
 
+@dataclass(eq=False)
 class IncompleteMarkers:
     """Handles markers that have permanently lost data.
 
@@ -26,20 +28,14 @@ class IncompleteMarkers:
             damaged one.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        told: Callable[[Commit, CorruptionError], None] | None,
-        claimed: Callable[[Lineage, Catalog, Commit], None],
-    ) -> None:
-        self._objects = objects
-        self._told = told
-        self._claimed = claimed
+    objects: Objects
+    told: Callable[[Commit, CorruptionError], None] | None
+    claimed: Callable[[Lineage, Catalog, Commit], None]
 
     @property
     def allowed(self) -> bool:
         """True if markers may be passed over."""
-        return self._told is not None
+        return self.told is not None
 
     def pass_over(self, commit: Commit, error: CorruptionError, hint: str) -> None:
         """Pass a marker over.
@@ -48,14 +44,14 @@ class IncompleteMarkers:
             CorruptionError: markers may not be passed over. ``hint`` is used if the error has none.
         """
         error = CorruptionError(error.message, hint=error.hint or hint, **{"marker": commit.id, **error.where})
-        if self._told is None:
+        if self.told is None:
             raise error
-        self._told(commit, error)
+        self.told(commit, error)
 
     def give_up(self, lineage: Lineage, catalog: Catalog, dropped: Dropped) -> None:
         """Record in the store that a marker was given up, where all other processes, including a trim, see it."""
-        self._claimed(lineage, catalog, dropped.commit)
-        self._objects.put(dropped_name(dropped.commit.job, dropped.commit.id), [dropped.to_bytes()])
+        self.claimed(lineage, catalog, dropped.commit)
+        self.objects.put(dropped_name(dropped.commit.job, dropped.commit.id), [dropped.to_bytes()])
         catalog.went(dropped.commit.id)
 
 

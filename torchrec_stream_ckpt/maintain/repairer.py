@@ -136,6 +136,7 @@ class Repair:
     """Names of the objects that hold the replaced bytes, separated by ", ". Empty if there were none."""
 
 
+@dataclass(eq=False)
 class Repairer:
     """Rewrites damaged objects of one store.
 
@@ -147,19 +148,11 @@ class Repairer:
         told: Called with each repair.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        pool: Executor,
-        intervals: IntervalFolder,
-        progress: Progress,
-        told: Callable[[Repair], None],
-    ) -> None:
-        self._objects = objects
-        self._pool = pool
-        self._intervals = intervals
-        self._progress = progress
-        self._told = told
+    objects: Objects
+    pool: Executor
+    intervals: IntervalFolder
+    progress: Progress
+    told: Callable[[Repair], None]
 
     def mending(self, lineage: Lineage, catalog: Catalog, work: Callable[[], T]) -> T:
         """Do ``work``. If it finds a damaged object of the store, repair the object and do the work again.
@@ -204,11 +197,11 @@ class Repairer:
         Raises:
             CorruptionError: ``error``, if no other source has its rows.
         """
-        self._progress.doing = f"repairing {name}"
-        take_back_if_possible(self._objects, lineage.job, [CorruptionError(error.message, name=name)])
+        self.progress.doing = f"repairing {name}"
+        take_back_if_possible(self.objects, lineage.job, [CorruptionError(error.message, name=name)])
         if (claim := parse_claim_name(name)) is not None:
             return self._claim(lineage, name, claim[1], error)
-        found, into = parse_marker_object(name), Replacing(self._objects)
+        found, into = parse_marker_object(name), Replacing(self.objects)
         assert found is not None
         try:
             if found.fold is not None:
@@ -225,8 +218,8 @@ class Repairer:
 
     def done(self, repair: Repair) -> Repair:
         """Count a repaired object, and report it."""
-        self._progress.counts.repairs += 1
-        self._told(repair)
+        self.progress.counts.repairs += 1
+        self.told(repair)
         return repair
 
     def _claim(self, lineage: Lineage, name: str, generation: int, error: CorruptionError) -> Repair:
@@ -234,7 +227,7 @@ class Repairer:
         claim = lineage.claims.get(generation)
         if claim is None:
             raise CorruptionError("the log has no CLAIM of this generation", name=name)
-        into = Replacing(self._objects)
+        into = Replacing(self.objects)
         into.put(name, [claim.to_frame()])
         return self.done(Repair(name, error.headline, "the log", ", ".join(into.asides)))
 
@@ -245,7 +238,7 @@ class Repairer:
             OtherLogError: it is whole, and another history has written it.
         """
         try:
-            found = Fold.from_bytes(self._objects.read(fold.name), fold.name)
+            found = Fold.from_bytes(self.objects.read(fold.name), fold.name)
         except CorruptionError:
             return
         if found.chain != end.chain:
@@ -267,7 +260,7 @@ class Repairer:
             return cover
 
         cover = self.mending(lineage, catalog, others)
-        merge(into, lineage, cover, self._pool, self._progress.count_merged)
+        merge(into, lineage, cover, self.pool, self.progress.count_merged)
         catalog.forget()
         return f"{len(cover)} other pieces of the store"
 
@@ -276,14 +269,14 @@ class Repairer:
         commit, before = lineage.find(segment.marker), previous_commit(lineage, segment.marker)
         after = before.ranks[segment.rank] if before is not None else None
         interval = Interval(lineage.claims[commit.generation], commit, commit.ranks[segment.rank], after)
-        self._intervals.check_there(lineage, catalog, interval, [commit])
+        self.intervals.check_there(lineage, catalog, interval, [commit])
         known: tuple[SegmentRef, ...] | None = None
         if commit.id in catalog.markers:
             known = self.mending(lineage, catalog, lambda: catalog.check(commit)).segments[segment.rank]
             into.known = {ref.name: ref for ref in known}
         else:
-            self._intervals.check_history(interval, segment.part)
-        refs = self.mending(lineage, catalog, lambda: self._intervals.fold(catalog, interval, before, into))
+            self.intervals.check_history(interval, segment.part)
+        refs = self.mending(lineage, catalog, lambda: self.intervals.fold(catalog, interval, before, into))
         if known is not None and known != refs:
             raise CorruptionError("the log's rows differ from those that the manifest describes", segment=segment.name)
         return "the log"
@@ -291,7 +284,7 @@ class Repairer:
     def _manifest(self, lineage: Lineage, catalog: Catalog, marker: MarkerId, into: Replacing) -> str:
         """Write a manifest again from the marker's segments."""
         commit, before = lineage.find(marker), previous_commit(lineage, marker)
-        segments = self.mending(lineage, catalog, lambda: self._intervals.again(lineage, catalog, commit, before, into))
+        segments = self.mending(lineage, catalog, lambda: self.intervals.again(lineage, catalog, commit, before, into))
         name, manifest = manifest_name(commit.job, marker), Manifest(commit, lineage.previous(marker), segments)
         into.put(name, [manifest.to_bytes()])
         catalog.forget()
@@ -299,8 +292,8 @@ class Repairer:
 
     def _read(self, refs: Sequence[SegmentRef], job: bytes) -> None:
         """Compare all checksums of segments."""
-        for _, _, data in read_chunks(self._objects, open_segments(self._objects, refs, job, self._pool), self._pool):
-            self._progress.count_merged(len(data))
+        for _, _, data in read_chunks(self.objects, open_segments(self.objects, refs, job, self.pool), self.pool):
+            self.progress.count_merged(len(data))
 
 
 def _object_of(error: CorruptionError) -> str | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
@@ -33,6 +34,7 @@ _HYPERPARAMETERS = (
 among them: they define which states exist."""
 
 
+@dataclass(eq=False)
 class KernelScalars:
     """Counters, learning rates and hyperparameters of one kernel.
 
@@ -43,23 +45,15 @@ class KernelScalars:
         reads_iteration: True if an update depends on ``iteration``.
     """
 
-    def __init__(
-        self,
-        tbe: SplitTableBatchedEmbeddingBagsCodegen,
-        optimizer: FusedOptimizer,
-        lookups: Lookups,
-        *,
-        reads_iteration: bool,
-    ) -> None:
-        self._tbe = tbe
-        self.optimizer = optimizer
-        self._lookups = lookups
-        self.reads_iteration = reads_iteration
+    tbe: SplitTableBatchedEmbeddingBagsCodegen
+    optimizer: FusedOptimizer
+    lookups: Lookups
+    reads_iteration: bool
 
     @property
     def iteration(self) -> int:
         """Forward passes that the kernel has counted. Before the first one, the value set by ``set_optimizer_step``."""
-        return int(self._tbe.iter_cpu.item()) or int(self._tbe.iter.item())
+        return int(self.tbe.iter_cpu.item()) or int(self.tbe.iter.item())
 
     @property
     def max_counter(self) -> float:
@@ -69,13 +63,13 @@ class KernelScalars:
 
     def _counter(self) -> torch.Tensor | None:
         """Return the counter. Returns None for Adam with a bias correction per row, which has none."""
-        counter: torch.Tensor | None = getattr(self._tbe, "max_counter", None)
+        counter: torch.Tensor | None = getattr(self.tbe, "max_counter", None)
         return counter
 
     @property
     def learning_rate(self) -> float:
         """Rate that the kernel uses now."""
-        return float(self._tbe.get_learning_rate())
+        return float(self.tbe.get_learning_rate())
 
     @property
     def next_learning_rate(self) -> float:
@@ -90,26 +84,26 @@ class KernelScalars:
     def put_back(self, iteration: int, max_counter: float, learning_rate: float, next_learning_rate: float) -> None:
         """Restore the values of the properties with these names."""
         # set_optimizer_step() sets only `iter`, while the kernels continue to count in `iter_cpu`.
-        self._tbe.iter.fill_(iteration)
-        self._tbe.iter_cpu.fill_(iteration)
-        self._lookups.forget()
+        self.tbe.iter.fill_(iteration)
+        self.tbe.iter_cpu.fill_(iteration)
+        self.lookups.forget()
         counter = self._counter()
         if counter is not None:
             counter.fill_(max_counter)
-        self._tbe.set_learning_rate(learning_rate)
+        self.tbe.set_learning_rate(learning_rate)
         self.optimizer.param_groups[0]["lr"] = next_learning_rate
 
     @property
     def hyperparameters(self) -> dict[str, float]:
         """Numbers that the update reads, such as ``eps`` and ``weight_decay``, without the learning rate."""
-        args = self._tbe.optimizer_args
+        args = self.tbe.optimizer_args
         return {name: getattr(args, name) for name in _HYPERPARAMETERS if hasattr(args, name)}
 
     def set_hyperparameters(self, values: Mapping[str, float]) -> None:
         """Restore the values of ``hyperparameters``. Values that this FBGEMM does not have are ignored."""
-        args = self._tbe.optimizer_args
+        args = self.tbe.optimizer_args
         names = type(args).__annotations__  # a NamedTuple's fields, in order
         changed = {name: values[name] for name in self.hyperparameters if name in values}
-        self._tbe.optimizer_args = type(args)(
+        self.tbe.optimizer_args = type(args)(
             *(changed.get(name, value) for name, value in zip(names, args, strict=True))
         )

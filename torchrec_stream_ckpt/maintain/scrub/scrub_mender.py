@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 from crc32c import crc32c
 
@@ -38,6 +39,7 @@ from torchrec_stream_ckpt.util.uris import check_store_url
 DenseOf = Callable[[Commit], DenseStore]
 
 
+@dataclass(eq=False)
 class ScrubMender:
     """Rewrites damaged objects of one store.
 
@@ -50,20 +52,12 @@ class ScrubMender:
             the log and the first and last offset, as :meth:`Job.copied_records`. None: the copy is not repaired.
     """
 
-    def __init__(
-        self,
-        objects: Objects,
-        repairer: Repairer,
-        dense_of: DenseOf,
-        progress: Progress,
-        copied: Callable[[str, int, int], Sequence[Entry]] | None = None,
-    ) -> None:
-        self._objects = objects
-        self._copied = copied
-        self._repairer = repairer
-        self._dense_of = dense_of
-        self._progress = progress
-        self._compared = False
+    objects: Objects
+    repairer: Repairer
+    dense_of: DenseOf
+    progress: Progress
+    copied: Callable[[str, int, int], Sequence[Entry]] | None = None
+    _compared: bool = field(default=False, init=False)
 
     @staticmethod
     def mend_format(objects: Objects) -> str:
@@ -97,8 +91,8 @@ class ScrubMender:
         if isinstance(error, OtherLogError):
             raise error  # two histories: a person must decide which one is right
         if parse_summary_name(name) is not None:
-            self._objects.delete(name)
-            return self._repairer.done(Repair(name, error.headline, "nothing: the materializer writes another one", ""))
+            self.objects.delete(name)
+            return self.repairer.done(Repair(name, error.headline, "nothing: the materializer writes another one", ""))
         catalog.refresh()
         catalog.forget()
         try:
@@ -110,7 +104,7 @@ class ScrubMender:
                 return self._copy(copy, error)
             if parse_dropped_name(name) is not None:
                 raise CorruptionError("no other object records why the marker was given up", name=name)
-            return self._repairer.mend(lineage, catalog, name, error)
+            return self.repairer.mend(lineage, catalog, name, error)
         except TrimmedError as trimmed:
             raise CorruptionError(trimmed.message, hint=trimmed.hint, **trimmed.where) from None
 
@@ -133,20 +127,20 @@ class ScrubMender:
                 except CorruptionError:
                     continue
                 except StoreUnavailableError:
-                    check_store(self._objects)  # either the store is unavailable, or this manifest alone cannot be read
+                    check_store(self.objects)  # either the store is unavailable, or this manifest alone cannot be read
         self._compared = True
 
     def _dense(self, commit: Commit, name: str, file: str, error: CorruptionError) -> Repair:
-        source, into = self._source(commit, name), Replacing(self._objects)
+        source, into = self._source(commit, name), Replacing(self.objects)
         try:
             wanted = [each for each in whole(commit.dense_list, source.files(commit)) if each.name == file]
-            self._progress.doing = f"mending {name}"
-            for each in copy_dense(source, commit, wanted, into, self._progress.going_on):
-                self._progress.counts.dense_bytes += each.num_bytes
+            self.progress.doing = f"mending {name}"
+            for each in copy_dense(source, commit, wanted, into, self.progress.going_on):
+                self.progress.counts.dense_bytes += each.num_bytes
         finally:
             source.release()
         from_ = f"the dense state in {source.url}"
-        return self._repairer.done(Repair(name, error.headline, from_, ", ".join(into.asides)))
+        return self.repairer.done(Repair(name, error.headline, from_, ", ".join(into.asides)))
 
     def _copy(self, name: CopyName, error: CorruptionError) -> Repair:
         """Write an object of the second copy again, if the records of the log are proved to be those that it had.
@@ -154,23 +148,23 @@ class ScrubMender:
         A log keeps its records where they were, until it is shortened. The name has the checksum of the last one. The
         first object of an epoch has other records: those that still decided something.
         """
-        entries, there = self._records(name), self._objects.read(name.name)
+        entries, there = self._records(name), self.objects.read(name.name)
         parts = parts_of(entries)
         whole = {record for _, record in parse_entries(there) if _is_whole(record)}
         if not whole <= {record for _, record in entries} or (
             name.first < name.last and sum(map(len, parts)) != len(there)
         ):
             raise _unproved(name, "it had other records than the log has at these offsets")
-        into = Replacing(self._objects)
+        into = Replacing(self.objects)
         into.put(name.name, parts)
-        return self._repairer.done(Repair(name.name, error.headline, "the log", ", ".join(into.asides)))
+        return self.repairer.done(Repair(name.name, error.headline, "the log", ", ".join(into.asides)))
 
     def _records(self, name: CopyName) -> Sequence[Entry]:
         """Return the log's records at the offsets of an object; raises CorruptionError if the last one is another."""
-        if self._copied is None:
+        if self.copied is None:
             raise _unproved(name, "this scrub does not read the control partition")
         try:
-            entries = self._copied(name.log, name.first, name.last)
+            entries = self.copied(name.log, name.first, name.last)
         except CorruptionError as error:
             raise _unproved(name, error.message) from None
         if not entries or entries[-1][0] != name.last or crc32c(entries[-1][1]) != name.crc:
@@ -180,8 +174,8 @@ class ScrubMender:
     def _source(self, commit: Commit, name: str) -> DenseStore:
         """Find another place with the marker's dense state."""
         try:
-            source = self._dense_of(commit)
-            if str(check_store_url(source.url)) != str(check_store_url(self._objects.url)):
+            source = self.dense_of(commit)
+            if str(check_store_url(source.url)) != str(check_store_url(self.objects.url)):
                 return source
         except StreamCkptError as error:
             raise CorruptionError(error.message, hint=error.hint, **error.where) from None
