@@ -24,8 +24,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -127,6 +126,7 @@ class Broker:
         self._properties = self._dir / "server.properties"
         self._log = self._dir / "broker.log"
         self._state = self._dir / "broker.json"
+        self._lock = self._dir / "broker.lock"
         self._security = Security(self._dir)
 
     def status(self) -> BrokerStatus:
@@ -163,7 +163,7 @@ class Broker:
             ConfigError: the broker already runs, Java or Maven is missing, or the port is in use.
             LogUnavailableError: the broker ended or does not answer; the message holds the end of its log.
         """
-        with self._locked():
+        with locked(self._lock):
             if (status := self.status()).running:
                 raise ConfigError(
                     f"a broker already runs in this folder, at {status.bootstrap}",
@@ -197,18 +197,13 @@ class Broker:
         """
         if not self._dir.is_dir():
             return False
-        with self._locked():
+        with locked(self._lock):
             process = self._process()
             if process is None:
                 return False
             stopped = self._end(process, timeout_s)
             self._state.unlink(missing_ok=True)
             return stopped
-
-    @contextmanager
-    def _locked(self) -> Iterator[None]:
-        with locked(self._dir / "broker.lock"):
-            yield
 
     def _end(self, process: ProcessId, timeout_s: float) -> bool:
         if not process.send(signal.SIGTERM):
@@ -292,7 +287,8 @@ class Broker:
                 path=self._dir,
             )
         for taken in known.values():
-            _check_free(taken)
+            with ExitStack() as held:
+                _reserve(held, taken)
 
     def _format(self, kafka: list[str]) -> None:
         if (self._dir / "data" / "meta.properties").exists():
@@ -376,11 +372,6 @@ def _reserve(held: ExitStack, port: int) -> int:
             time.sleep(0.05)
     taken: int = probe.getsockname()[1]
     return taken
-
-
-def _check_free(port: int) -> None:
-    with ExitStack() as held:
-        _reserve(held, port)
 
 
 def _write(path: Path, text: str) -> None:

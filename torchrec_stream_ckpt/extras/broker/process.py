@@ -7,7 +7,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,14 +55,9 @@ class ProcessId:
         with self._descriptor() as descriptor:
             if descriptor is not None and not select.select([descriptor], [], [], timeout_s)[0]:
                 return False
-        self._reap()
-        return True
-
-    def _reap(self) -> None:
-        try:
+        with suppress(ChildProcessError):
             os.waitpid(self.pid, os.WNOHANG)
-        except ChildProcessError:
-            return
+        return True
 
     @contextmanager
     def _descriptor(self) -> Iterator[int | None]:

@@ -120,10 +120,8 @@ class RelayProcess:
 
 def _say(pipe: IO[bytes] | None, order: bytes) -> None:
     assert pipe is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it has already ended: the watcher notices that
         pipe.write(order + b"\n")
-    except BrokenPipeError:
-        return  # it has already ended: the watcher notices that
 
 
 def _plain(config: StreamConfig) -> dict[str, Any]:

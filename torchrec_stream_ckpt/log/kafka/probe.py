@@ -15,13 +15,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from torchrec_stream_ckpt.util.ports import ask_broker, kafka_string
 from torchrec_stream_ckpt.util.uris import KafkaUri
 
 TIMEOUT_S = 2.5
 _KNOCK_S = 1.0
 _SASL_HANDSHAKE = 17
 _ILLEGAL_SASL_STATE = 34
-_MAX_ANSWER_BYTES = 2**16
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,19 +180,15 @@ def _untrusted(error: ssl.SSLCertVerificationError, host: str, ca: str | None) -
 
 def _mechanisms(address: tuple[str, int], *, tls: bool) -> list[str] | None:
     """Return the listener's SASL mechanisms. Empty if it accepts no login. Returns None if it does not say."""
-    body = _string("STREAM-CKPT-PROBE")
-    request = struct.pack(">hhi", _SASL_HANDSHAKE, 1, 1) + _string("stream-ckpt") + body
     try:
         with socket.create_connection(address, TIMEOUT_S) as raw:
             connection = _blind().wrap_socket(raw) if tls else raw
             with connection:
-                connection.sendall(struct.pack(">i", len(request)) + request)
-                (length,) = struct.unpack(">i", _read(connection, 4))
-                answer = _read(connection, length) if 0 < length <= _MAX_ANSWER_BYTES else b""
-        code, count = struct.unpack_from(">hi", answer, 4)
+                answer = ask_broker(connection, _SASL_HANDSHAKE, 1, kafka_string("STREAM-CKPT-PROBE"))
+        code, count = struct.unpack_from(">hi", answer)
         if code == _ILLEGAL_SASL_STATE:
             return []
-        found, at = [], 10
+        found, at = [], 6
         for _ in range(min(count, 100)):
             (size,) = struct.unpack_from(">h", answer, at)
             found.append(answer[at + 2 : at + 2 + size].decode("ascii"))
@@ -200,17 +196,3 @@ def _mechanisms(address: tuple[str, int], *, tls: bool) -> list[str] | None:
         return sorted(found)
     except (OSError, struct.error, UnicodeDecodeError):
         return None
-
-
-def _string(text: str) -> bytes:
-    return struct.pack(">h", len(text)) + text.encode("ascii")
-
-
-def _read(connection: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        piece = connection.recv(length - len(data))
-        if not piece:
-            raise OSError("connection closed by the broker")
-        data += piece
-    return data
