@@ -71,8 +71,8 @@ def sent(job: Job, marker: MarkerId) -> Image:
     """What was sent, one after the other."""
     with opened(job, marker) as rows:
         image = Image(rows.schema)
-        for entry, view in rows.sent(range(len(rows.schema.tables))):
-            image.put(entry.table, entry.col0, view)
+        for table, col0, view in rows.sent(range(len(rows.schema.tables))):
+            image.put(table, col0, view)
     return image
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -424,8 +425,8 @@ def test_tables_are_not_served_with_rows_of_a_marker_that_was_left(
     older = job.commit()
     sent = FollowedJob.sent
 
-    def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
-        yield next(sent(source, sources))  # type: ignore[arg-type]
+    def breaking(*given: Any) -> Iterator[Changed]:
+        yield next(sent(*given))
         raise StoreUnavailableError("nobody answers")
 
     with FollowedTables(follow(f"file://{job.root}", scratch=tmp_path)) as tables:

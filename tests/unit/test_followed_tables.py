@@ -168,8 +168,8 @@ def test_half_an_update_is_never_served_and_the_next_one_mends_it(
     marker = job.commit()
     chunks = FollowedJob.sent
 
-    def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
-        yield next(chunks(source, sources))  # type: ignore[arg-type]
+    def breaking(*given: Any) -> Iterator[Changed]:
+        yield next(chunks(*given))
         raise CorruptionError("the disk has failed")
 
     monkeypatch.setattr(FollowedJob, "sent", breaking)
@@ -190,8 +190,8 @@ def test_a_store_that_is_away_in_the_middle_of_an_update_is_waited_for(
     marker = job.commit()
     chunks, failures = FollowedJob.sent, iter([True, True])
 
-    def breaking(source: FollowedJob, sources: object) -> Iterator[Changed]:
-        for changed in chunks(source, sources):  # type: ignore[arg-type]
+    def breaking(*given: Any) -> Iterator[Changed]:
+        for changed in chunks(*given):
             yield changed
             if next(failures, False):
                 raise StoreUnavailableError("nobody answers")

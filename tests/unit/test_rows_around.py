@@ -158,13 +158,12 @@ def test_what_was_handed_out_half_is_handed_out_again_once_another_reader_has_go
     with opened(job, newest) as rows:
         image, tables = Image(rows.schema), range(len(rows.schema.tables))
         running = rows.sent(tables)
-        entry, view = next(running)
-        image.put(entry.table, entry.col0, view)
+        image.put(*next(running))
         path = next(job.root.glob("segments/*/g00000001-r00001-m00000002-p000.seg"))
         path.write_bytes(flipped(path.read_bytes()))
         assert _read_all(rows) == truth
-        for entry, view in running:
-            image.put(entry.table, entry.col0, view)
+        for table, col0, view in running:
+            image.put(table, col0, view)
     assert image == truth
 
 

@@ -340,8 +340,8 @@ class MarkerRows:
         """Delete the merged runs in the folder. The folder itself belongs to the caller."""
         self._narrow.close()
 
-    def sent(self, tables: Collection[int]) -> Iterator[tuple[ChunkEntry, RowsView]]:
-        """Yield chunks of some tables, oldest first.
+    def sent(self, tables: Collection[int]) -> Iterator[tuple[int, int, RowsView]]:
+        """Yield (table, first column, rows) of the chunks of some tables, oldest first.
 
         If a table was sent whole later, rows of older generations are left out. If a piece is damaged and other pieces
         have its rows, everything is yielded again.
@@ -352,7 +352,7 @@ class MarkerRows:
                 bases = {table: self._bases.get(table, 0) for table in tables}
                 for objects, chunks in self._chunks:
                     for each, entry, data in read_chunks(objects, chunks.of(bases), self._pool):
-                        yield entry, decode_chunk(entry, data, self.schema, each.ref.name)
+                        yield entry.table, entry.col0, decode_chunk(entry, data, self.schema, each.ref.name)
                 return
             except CorruptionError as error:
                 if opened == self.opened:  # otherwise another reader has avoided it
@@ -361,7 +361,7 @@ class MarkerRows:
     def count_sent(self, table: int) -> int:
         """Return how many rows of a table were sent in any version. Holds one byte a row of the table."""
         sent = np.zeros(self.schema.tables[table].rows, np.bool_)
-        for _, view in self.sent([table]):
+        for _, _, view in self.sent([table]):
             sent[view.ids] = True
         return int(sent.sum())
 

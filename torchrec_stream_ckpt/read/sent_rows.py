@@ -77,8 +77,8 @@ class SentRows:
             reports = [replace(each, shards=held) for each, held in zip(reports, shards, strict=True)]
         return WeightProof.of(self._route.marker, self.schema, reports)
 
-    def sent(self, tables: Collection[int]) -> Iterator[_Frame]:
-        """Yield frames of some tables, oldest first.
+    def sent(self, tables: Collection[int]) -> Iterator[tuple[int, int, RowsView]]:
+        """Yield (table, first column, rows) of the frames of some tables, oldest first.
 
         Within :data:`HELD_BYTES` of frames, each row is yielded once, in its newest version, unless :attr:`repeats` is
         set. If a table was sent whole later, rows of older generations are left out.
@@ -86,7 +86,8 @@ class SentRows:
         bases = {table: self._route.bases.get(table, 0) for table in tables}
         for batch in self._batches():
             wanted = [(header, view) for header, view in batch if header.generation >= bases.get(header.table, 2**63)]
-            yield from wanted if self.repeats else newest(wanted)
+            for header, view in wanted if self.repeats else newest(wanted):
+                yield header.table, header.col0, view
 
     def _batches(self) -> Iterator[Sequence[_Frame]]:
         if self._is_held:

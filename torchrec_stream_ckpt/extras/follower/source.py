@@ -9,7 +9,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +39,8 @@ UNREADABLE = (CorruptionError, TrimmedError, MarkerNotFoundError)
 """Errors of rows that are damaged, gone or given up: waiting does not help."""
 Ids = Mapping[int, npt.NDArray[np.int64]]
 """Rows by table."""
+_Sent = Callable[[Collection[int]], Iterator[tuple[int, int, RowsView]]]
+"""Yields (table, first column, rows) of some tables, in the order in which they were sent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +55,6 @@ class Delivered:
     """(all rows) Proofs of older markers, for weights that were not sent or proved since."""
     ids: Sequence[tuple[Header, IdEvents]] | None = None
     """(changes of one generation, from the log) Its id events, with their headers; None if they are unknown."""
-
-
-class _PlaceOfRows(Protocol):
-    """Place of rows: table and first column."""
-
-    @property
-    def table(self) -> int: ...
-
-    @property
-    def col0(self) -> int: ...
-
-
-class _RowsAsSent(Protocol):
-    """Rows in the order in which they were sent, of the log or of a store."""
-
-    @property
-    def schema(self) -> Schema: ...
-
-    def sent(self, tables: Collection[int]) -> Iterator[tuple[_PlaceOfRows, RowsView]]: ...
 
 
 class FollowedJob:
@@ -231,14 +213,14 @@ class FollowedJob:
         if not stored:
             logged = MarkerRows.from_log(self.job.log, lineage, commit.id, start, self.between)
             knows_ids = start.generation == commit.generation and lineage.claims[commit.generation].has_id_events
-            logged.repeats = self.repeats
+            logged.repeats, changes = self.repeats, partial(self.sent, logged.schema, logged.sent)
             try:
-                yield Delivered(partial(self.sent, logged), logged.proof, ids=logged.id_events if knows_ids else None)
+                yield Delivered(changes, logged.proof, ids=logged.id_events if knows_ids else None)
             finally:
                 logged.release()  # the replica keeps its newest update
             return
         with self._open(lineage, commit, self.objects(commit), start) as rows:
-            yield Delivered(partial(self.sent, rows), rows.proof)
+            yield Delivered(partial(self.sent, rows.schema, rows.sent), rows.proof)
 
     @contextlib.contextmanager
     def some(self, lineage: Lineage, commit: Commit, ids: Ids) -> Iterator[Callable[[], Iterator[Changed]]]:
@@ -300,10 +282,10 @@ class FollowedJob:
             )
             yield Changed(reader.spec, col0, ids, window.weights[places, columns], states)
 
-    def sent(self, rows: _RowsAsSent) -> Iterator[Changed]:
+    def sent(self, schema: Schema, sent: _Sent) -> Iterator[Changed]:
         """Yield the sent rows, oldest first."""
-        for place, view in rows.sent(self._wanted(rows.schema)):
-            yield self.changed(rows.schema.tables[place.table], place.col0, view)
+        for table, col0, view in sent(self._wanted(schema)):
+            yield self.changed(schema.tables[table], col0, view)
 
     def changed(self, table: TableSpec, col0: int, view: RowsView) -> Changed:
         """Convert rows to the form that is handed out."""
