@@ -127,100 +127,54 @@ of ``GradientClippingOptimizer``:
 In ``optimizers.py``, the fused optimizer ROWWISE_RMSPROP_AR is new in 1.9, and EMAINPLACE_ROWWISE_ADAGRAD in 1.2.
 """
 
-from torchrec_stream_ckpt.model.buffers import (
-    BufferSlot,
-    add_buffer,
-    buffer_slots,
-    check_buffers,
-    check_writable,
-    count_writes,
-    has_home,
-    tell_ddp,
-)
-from torchrec_stream_ckpt.model.collision import COUNTERS, NO_ID, CollisionMap, IdMap, id_maps
-from torchrec_stream_ckpt.model.comm_hooks import comm_hooks
-from torchrec_stream_ckpt.model.dense import (
-    ReplicatedTables,
-    check_data_parallel,
-    check_dense,
-    dense_optimizers,
-    dense_view,
-    has_own_state_dict,
-    named_states,
-)
-from torchrec_stream_ckpt.model.dense_identity import DensePrint, combined_parts, optimizer_parts, reduced_parameters
-from torchrec_stream_ckpt.model.gradients import (
-    GradientNote,
-    set_gradient,
-    unreduced,
-    watch_no_sync,
-    watch_steps,
-    watch_zero_grad,
-)
-from torchrec_stream_ckpt.model.hash_collision import FREE, LAYOUT, HashMap, MapShard
-from torchrec_stream_ckpt.model.kernel_guard import KernelGuard, check_free, claim
-from torchrec_stream_ckpt.model.kernels import FusedKernel, LocalShard
-from torchrec_stream_ckpt.model.lookups import FusedUpdate, Key, Lookup
-from torchrec_stream_ckpt.model.modules import fused_kernels, sharded_embeddings
-from torchrec_stream_ckpt.model.optimizers import optimizer_states
-from torchrec_stream_ckpt.model.outside_writes import watch_outside_writes
-from torchrec_stream_ckpt.model.wrappers import (
-    check_wrappers,
-    load_wrapper_states,
-    wrapper_parameters,
-    wrapper_states,
-)
-
-__all__ = [
-    "COUNTERS",
-    "FREE",
-    "LAYOUT",
-    "NO_ID",
-    "BufferSlot",
-    "CollisionMap",
-    "DensePrint",
-    "FusedKernel",
-    "FusedUpdate",
-    "GradientNote",
-    "HashMap",
-    "IdMap",
-    "KernelGuard",
-    "Key",
-    "LocalShard",
-    "Lookup",
-    "MapShard",
-    "ReplicatedTables",
-    "add_buffer",
-    "buffer_slots",
-    "check_buffers",
-    "check_data_parallel",
-    "check_dense",
-    "check_free",
-    "check_wrappers",
-    "check_writable",
-    "claim",
-    "combined_parts",
-    "comm_hooks",
-    "count_writes",
-    "dense_optimizers",
-    "dense_view",
-    "fused_kernels",
-    "has_home",
-    "has_own_state_dict",
-    "id_maps",
-    "load_wrapper_states",
-    "named_states",
-    "optimizer_parts",
-    "optimizer_states",
-    "reduced_parameters",
-    "set_gradient",
-    "sharded_embeddings",
-    "tell_ddp",
-    "unreduced",
-    "watch_no_sync",
-    "watch_outside_writes",
-    "watch_steps",
-    "watch_zero_grad",
-    "wrapper_parameters",
-    "wrapper_states",
-]
+from torchrec_stream_ckpt.model.buffers import BufferSlot as BufferSlot
+from torchrec_stream_ckpt.model.buffers import add_buffer as add_buffer
+from torchrec_stream_ckpt.model.buffers import buffer_slots as buffer_slots
+from torchrec_stream_ckpt.model.buffers import check_buffers as check_buffers
+from torchrec_stream_ckpt.model.buffers import check_writable as check_writable
+from torchrec_stream_ckpt.model.buffers import count_writes as count_writes
+from torchrec_stream_ckpt.model.buffers import has_home as has_home
+from torchrec_stream_ckpt.model.buffers import tell_ddp as tell_ddp
+from torchrec_stream_ckpt.model.collision import COUNTERS as COUNTERS
+from torchrec_stream_ckpt.model.collision import NO_ID as NO_ID
+from torchrec_stream_ckpt.model.collision import CollisionMap as CollisionMap
+from torchrec_stream_ckpt.model.collision import IdMap as IdMap
+from torchrec_stream_ckpt.model.collision import id_maps as id_maps
+from torchrec_stream_ckpt.model.comm_hooks import comm_hooks as comm_hooks
+from torchrec_stream_ckpt.model.dense import ReplicatedTables as ReplicatedTables
+from torchrec_stream_ckpt.model.dense import check_data_parallel as check_data_parallel
+from torchrec_stream_ckpt.model.dense import check_dense as check_dense
+from torchrec_stream_ckpt.model.dense import dense_optimizers as dense_optimizers
+from torchrec_stream_ckpt.model.dense import dense_view as dense_view
+from torchrec_stream_ckpt.model.dense import has_own_state_dict as has_own_state_dict
+from torchrec_stream_ckpt.model.dense import named_states as named_states
+from torchrec_stream_ckpt.model.dense_identity import DensePrint as DensePrint
+from torchrec_stream_ckpt.model.dense_identity import combined_parts as combined_parts
+from torchrec_stream_ckpt.model.dense_identity import optimizer_parts as optimizer_parts
+from torchrec_stream_ckpt.model.dense_identity import reduced_parameters as reduced_parameters
+from torchrec_stream_ckpt.model.gradients import GradientNote as GradientNote
+from torchrec_stream_ckpt.model.gradients import set_gradient as set_gradient
+from torchrec_stream_ckpt.model.gradients import unreduced as unreduced
+from torchrec_stream_ckpt.model.gradients import watch_no_sync as watch_no_sync
+from torchrec_stream_ckpt.model.gradients import watch_steps as watch_steps
+from torchrec_stream_ckpt.model.gradients import watch_zero_grad as watch_zero_grad
+from torchrec_stream_ckpt.model.hash_collision import FREE as FREE
+from torchrec_stream_ckpt.model.hash_collision import LAYOUT as LAYOUT
+from torchrec_stream_ckpt.model.hash_collision import HashMap as HashMap
+from torchrec_stream_ckpt.model.hash_collision import MapShard as MapShard
+from torchrec_stream_ckpt.model.kernel_guard import KernelGuard as KernelGuard
+from torchrec_stream_ckpt.model.kernel_guard import check_free as check_free
+from torchrec_stream_ckpt.model.kernel_guard import claim as claim
+from torchrec_stream_ckpt.model.kernels import FusedKernel as FusedKernel
+from torchrec_stream_ckpt.model.kernels import LocalShard as LocalShard
+from torchrec_stream_ckpt.model.lookups import FusedUpdate as FusedUpdate
+from torchrec_stream_ckpt.model.lookups import Key as Key
+from torchrec_stream_ckpt.model.lookups import Lookup as Lookup
+from torchrec_stream_ckpt.model.modules import fused_kernels as fused_kernels
+from torchrec_stream_ckpt.model.modules import sharded_embeddings as sharded_embeddings
+from torchrec_stream_ckpt.model.optimizers import optimizer_states as optimizer_states
+from torchrec_stream_ckpt.model.outside_writes import watch_outside_writes as watch_outside_writes
+from torchrec_stream_ckpt.model.wrappers import check_wrappers as check_wrappers
+from torchrec_stream_ckpt.model.wrappers import load_wrapper_states as load_wrapper_states
+from torchrec_stream_ckpt.model.wrappers import wrapper_parameters as wrapper_parameters
+from torchrec_stream_ckpt.model.wrappers import wrapper_states as wrapper_states
