@@ -377,6 +377,14 @@ def parse_control(frame: Buffer, offset: int | None = None, *, serving: bool = F
         return _KINDS[header.kind].from_json(header, payload)
 
 
+def parse_if_whole(record: bytes) -> ControlRecord | None:
+    """Read one record, of a serving stream too; None if it is damaged."""
+    try:
+        return parse_control(record, serving=True)
+    except CorruptionError:
+        return None
+
+
 def _check_place(what: str, place: str) -> None:
     if len(place) > MAX_PLACE_CHARS or not place.isprintable():
         raise CorruptionError(f"{what} is not a path: {place!r:.80}")

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, located
-from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
+from torchrec_stream_ckpt.format.control import parse_control, parse_if_whole
 from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Buffer, parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -212,7 +212,7 @@ def with_notes(lineage: Lineage, objects: Objects) -> Lineage:
     """
     job = lineage.job
     logs = [
-        [parsed for _, record in read_copy(objects, job, log) if (parsed := _parsed(record)) is not None]
+        [found for _, record in read_copy(objects, job, log) if (found := parse_if_whole(record)) is not None]
         for log in copied_logs(objects, job)
     ]
     # A log that was recovered into another one continued there.
@@ -221,10 +221,3 @@ def with_notes(lineage: Lineage, objects: Objects) -> Lineage:
             if isinstance(record, Note) and record.id in lineage.commits:
                 lineage.apply(record)
     return lineage
-
-
-def _parsed(record: bytes) -> ControlRecord | None:
-    try:
-        return parse_control(record, serving=True)
-    except CorruptionError:
-        return None

@@ -12,7 +12,7 @@ from crc32c import crc32c
 
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError
 from torchrec_stream_ckpt.format.commits import Place
-from torchrec_stream_ckpt.format.control import ControlRecord, Serve, parse_control
+from torchrec_stream_ckpt.format.control import ControlRecord, Serve, parse_control, parse_if_whole
 from torchrec_stream_ckpt.format.folding import Folded, fold
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -59,12 +59,10 @@ class Records:
 
     def genuine(self, record: bytes, job: bytes | None = None) -> ControlRecord | None:
         """Parse a copied record. Returns None if it is damaged, of another job, or not vouched for by the key."""
-        try:
-            parsed = parse_control(record, serving=True)
-        except CorruptionError:
+        found = parse_if_whole(record)
+        if found is None or not (self._key is None or self._key.vouches_for(found)):
             return None
-        genuine = self._key is None or self._key.vouches_for(parsed)
-        return parsed if genuine and job in (None, parsed.job) else None
+        return found if job in (None, found.job) else None
 
     def whole(self, read: Callable[[int], T]) -> T:
         """Return the result of ``read`` for the partition from its base on, while others may delete more of it."""

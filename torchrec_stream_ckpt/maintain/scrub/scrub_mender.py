@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.format.control import Commit, parse_control
+from torchrec_stream_ckpt.format.control import Commit, parse_if_whole
 from torchrec_stream_ckpt.format.dense_files import whole
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.maintain.progress import Progress
@@ -150,7 +150,7 @@ class ScrubMender:
         """
         entries, there = self._records(name), self.objects.read(name.name)
         parts = parts_of(entries)
-        whole = {record for _, record in parse_entries(there) if _is_whole(record)}
+        whole = {record for _, record in parse_entries(there) if parse_if_whole(record) is not None}
         if not whole <= {record for _, record in entries} or (
             name.first < name.last and sum(map(len, parts)) != len(there)
         ):
@@ -180,14 +180,6 @@ class ScrubMender:
         except StreamCkptError as error:
             raise CorruptionError(error.message, hint=error.hint, **error.where) from None
         raise CorruptionError("no other place has this dense state", name=name)
-
-
-def _is_whole(record: bytes) -> bool:
-    try:
-        parse_control(record, serving=True)
-    except CorruptionError:
-        return False
-    return True
 
 
 def _unproved(name: CopyName, why: str) -> CorruptionError:
