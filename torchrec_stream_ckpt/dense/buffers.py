@@ -124,11 +124,7 @@ class LiveBuffers:
     def record(self) -> BufferRecord:
         """Return the record of the buffers for a marker."""
         slots = self._slots()
-        first: dict[int, str] = {}
-        twins = {}
-        for name, slot in slots.items():
-            if slot.value is not None and (known := first.setdefault(id(slot.value), name)) != name:
-                twins[name] = known
+        twins = _twins({name: slot.value for name, slot in slots.items() if slot.value is not None})
         apart = self._home().type != "cpu"
         on_cpu = [name for name, slot in slots.items() if apart and slot.value is not None and slot.value.is_cpu]
         return BufferRecord(
