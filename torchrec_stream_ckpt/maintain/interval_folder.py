@@ -183,12 +183,14 @@ class IntervalFolder:
         looked = zip(intervals, self._map(self._look, intervals), strict=True)
         begun = _Begun({interval.end.rank: refs for interval, refs in looked if refs})
         lacking = [interval for interval in intervals if interval.end.rank not in begun.refs]
-        known = self._shards_of_all(lacking, before)
+        known: list[tuple[TableShard, ...] | None] = [None] * len(lacking)
+        if before is not None:
+            known = list(self._map(partial(self._shards_in_store, before), lacking))
         batch: list[tuple[Interval, tuple[TableShard, ...] | None]] = []
         waiting_bytes = 0
-        for interval in lacking:
+        for interval, shards in zip(lacking, known, strict=True):
             self.check_there(lineage, catalog, interval, missing, same_log=interval is not lacking[0])
-            held = known.get(interval.end.rank) or self._shards_before(catalog, interval, before)
+            held = shards or self._shards_before(catalog, interval, before)
             batch.append((_slim(interval), held))
             if held is not None:
                 self._know(interval, held)
@@ -245,18 +247,6 @@ class IntervalFolder:
         except CorruptionError:
             self.check_history(interval)
             return ()
-
-    def _shards_of_all(
-        self, intervals: Sequence[Interval], before: Commit | None
-    ) -> dict[int, tuple[TableShard, ...] | None]:
-        """Return the shards of each rank at the marker before, if this process or the store has them.
-
-        Reads the store in parallel.
-        """
-        if before is None:
-            return {}
-        shards = self._map(partial(self._shards_in_store, before), intervals)
-        return {each.end.rank: held for each, held in zip(intervals, shards, strict=True)}
 
     def _know(self, interval: Interval, shards: tuple[TableShard, ...]) -> None:
         """Keep the shards of a rank. Those of an older generation are discarded."""

@@ -165,7 +165,7 @@ class MaterializeService(Service):
             self.report(Event("trouble", {"message": f"scrub: {error.headline}", "hint": error.hint}))
 
     def _wait(self, seconds: float) -> None:
-        if self._materializer is not None and self._materializer.merging and not self._trouble:
+        if self._materializer is not None and self._materializer.compactor.is_busy and not self._trouble:
             self._wait_for_merges(self._materializer, time.monotonic() + seconds)
         elif self.scrub is None or self._trouble:
             super()._wait(seconds)
@@ -227,7 +227,7 @@ class MaterializeService(Service):
             and not missing
             and end is not None
             and end.outcome == Outcome.FINISHED
-            and (self._materializer is None or not self._materializer.merging)
+            and (self._materializer is None or not self._materializer.compactor.is_busy)
         )
         if end != self.status.ended and end is not None:
             fields = {"outcome": str(end.outcome), "reason": end.reason, "step": end.step}

@@ -173,7 +173,7 @@ class Materializer:
     def catch_up(self, lineage: Lineage) -> Iterator[MarkerId]:
         """Put every missing marker into the store. Yields each one once it is whole.
 
-        Folds are begun, and do not delay markers: see :attr:`merging`.
+        Folds are begun, and do not delay markers: see :attr:`Compactor.is_busy`.
 
         Args:
             lineage: The current control partition.
@@ -214,13 +214,8 @@ class Materializer:
             self.head.follow(lineage, catalog)
         if self._late is not None:
             raise self._late
-        if not self.merging:
+        if not self.compactor.is_busy:
             self.progress.doing = "waiting for markers"
-
-    @property
-    def merging(self) -> bool:
-        """True if folds of markers that are in the store are still to be written."""
-        return self.compactor.is_busy
 
     def has_merged(self, timeout_s: float) -> bool:
         """Let merges run for at most ``timeout_s``. Returns whether the next :meth:`catch_up` can advance them."""
@@ -233,7 +228,7 @@ class Materializer:
         """Finish all folds that are begun. Raises as :meth:`catch_up`."""
         if self._catalog is None:
             return
-        while self.merging:
+        while self.compactor.is_busy:
             self.progress.going_on()
             self.compactor.wait(_PATIENCE_S)
             self._merge(lineage, self._catalog)

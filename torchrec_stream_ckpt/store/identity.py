@@ -121,7 +121,7 @@ def check_store(objects: Objects, *, mend: bool = False) -> bool:
     """
     if _has_format(objects):
         return True
-    if not _holds_more(objects):
+    if not any(True for kind in _AFTER_IT for _ in objects.list(f"{kind}/")):
         return False
     if _has_format(objects):  # a materializer has just begun
         return True
@@ -148,10 +148,6 @@ def _put_format(objects: Objects) -> None:
     there = put_unless_taken(objects, STORE_FILE, [SAID])
     if there is not None:
         _check(objects, there)
-
-
-def _holds_more(objects: Objects) -> bool:
-    return any(True for kind in _AFTER_IT for _ in objects.list(f"{kind}/"))
 
 
 def _has_format(objects: Objects) -> bool:

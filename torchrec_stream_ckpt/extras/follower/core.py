@@ -151,7 +151,7 @@ class Follower:
             log.warning("all rows are loaded again: %s", why)
         self._anew = why
         if first is not None:
-            self._aim.load_first(first)
+            self._aim.first = first
 
     def passes(self, marker: MarkerId) -> bool:
         """Return whether the next look goes to a marker other than this one, which could not be loaded."""
@@ -385,7 +385,7 @@ class Follower:
     def _follow_rows(self, lineage: Lineage, at: Commit) -> Iterator[Update]:
         if at.generation != lineage.newest_generation or lineage.ended is not None:
             return  # its trainer is gone; the rows of the next one arrive with its first marker
-        if self._tail is None or not self._tail.stands_on(at):
+        if self._tail is None or self._tail.at.id != at.id:
             self._tail = Tail(self._source.job.log, lineage.claims[at.generation], at, self._source.between)
         if self._tail.is_undone:
             yield from self._take_back(lineage, at)
@@ -466,7 +466,7 @@ class Follower:
         """Reset rows that no marker has to their values at the newest marker. If that fails, a load of all rows is
         due."""
         assert self._tail is not None
-        self._tail.undo()
+        self._tail.is_undone = True
         schema = lineage.claims[at.generation].schema
         ids = {
             table: rows for table, rows in self._tail.provisional().items() if self._source.wants(schema.tables[table])

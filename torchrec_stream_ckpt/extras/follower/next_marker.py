@@ -75,8 +75,9 @@ class NextMarker:
     def __init__(self) -> None:
         self.passed: frozenset[MarkerId] = frozenset()
         """Markers that were given up, or to which rows cannot be reset. The follower goes to a newer one."""
-        self._first: MarkerId | None = None
-        """A marker to load before newer ones: it has proved rows that newer markers perhaps do not prove."""
+        self.first: MarkerId | None = None
+        """A marker to load before newer ones, if it is on the path to them: it has proved rows that newer markers
+        perhaps do not prove."""
         self._detour: MarkerId | None = None
         """The marker to load first, while the follower goes to it."""
         self._skips = False
@@ -86,13 +87,9 @@ class NextMarker:
         """Never go to these markers again."""
         self.passed |= frozenset(markers)
 
-    def load_first(self, marker: MarkerId) -> None:
-        """Go to a marker before newer ones, if it is on the path to them."""
-        self._first = marker
-
     def loaded(self) -> None:
         """Note that a load was applied: of the marker to load first, or of a newer one in its place."""
-        self._first = None
+        self.first = None
 
     def next(self, lineage: Lineage, at: MarkerId, *, is_whole: bool) -> Commit | None:
         """Return the marker to go to; None if the replica is already there, or has to wait for another one.
@@ -106,14 +103,14 @@ class NextMarker:
         if newest is None or (newest < at and newest != lineage.commits.newest):
             return None
         leads = not self._skips and self._leads_to(lineage, newest)
-        self._skips, self._detour = False, self._first if leads else None
+        self._skips, self._detour = False, self.first if leads else None
         if self._detour is not None:
             return lineage.commits[self._detour]
         return lineage.commits[newest] if newest != at or not is_whole else None
 
     def _leads_to(self, lineage: Lineage, newest: MarkerId) -> bool:
         """Return whether the marker to load first can be loaded, and is on the path to the newest one."""
-        first = self._first
+        first = self.first
         if first is None or first == newest or first in self.passed or first not in lineage.commits:
             return False
         try:

@@ -158,7 +158,7 @@ class Feed:
         outages = Outages(self._follower.stats, "the sink answers again")
         while True:
             try:
-                if outages.is_on:
+                if outages.since is not None:
                     self._look_again()
                 for update in self._follower.updates(timeout_s, once=once, until_closed=until_closed):
                     written = self._write(update)

@@ -113,29 +113,24 @@ class Outages:
     def __init__(self, stats: FollowStats, over: str = "the log and the store answer again") -> None:
         self._stats = stats
         self._over = over
-        self._since: float | None = None
+        self.since: float | None = None
         """Time since which log or store has not answered, on the monotonic clock; None if they answer."""
-
-    @property
-    def is_on(self) -> bool:
-        """True from the first error until :meth:`over`."""
-        return self._since is not None
 
     def over(self) -> None:
         """Note an answer."""
-        if self._since is not None:
+        if self.since is not None:
             log.warning("%s", self._over)
-        self._since = None
+        self.since = None
         self._stats.heard_s = time.time()
 
     def outlast(self, error: StreamCkptError, longest_s: float) -> None:
         """Note that there was no answer; raises ``error`` once that has lasted ``longest_s``."""
         now = time.monotonic()
-        if self._since is None:
-            self._since = now
+        if self.since is None:
+            self.since = now
             self._stats.outages += 1
             log.warning("waiting up to %.0f s: %s", longest_s, error.headline)
-        if now - self._since >= longest_s:
+        if now - self.since >= longest_s:
             raise error
 
 

@@ -55,7 +55,8 @@ class Tail:
         self._between = between
         self._log = log
         self._claim = claim
-        self._at = at
+        self.at = at
+        """The newest marker that it has reached, or where it began."""
         self._streams = {end.rank: _Stream(end.partition, end.end, end.frames, end.chain) for end in at.ranks}
         self._pending: list[tuple[int, Header, RowsView | IdEvents | None]] = []
         self._offsets: dict[int, int] = {}
@@ -65,7 +66,8 @@ class Tail:
         self.has_more = False
         """True if the log had more rows than the last :meth:`read` has handed out."""
         self.is_undone = False
-        """True if the rows that it has handed out are being undone: some may already have the marker's values."""
+        """True if the rows that it has handed out are being undone: some may already have the marker's values. It then
+        reaches no marker."""
 
     @property
     def partitions(self) -> frozenset[int]:
@@ -76,13 +78,6 @@ class Tail:
     def is_fresh(self) -> bool:
         """True if it has handed out nothing after its marker."""
         return not self._given and not any(stream.has_read for stream in self._streams.values())
-
-    def undo(self) -> None:
-        """Note that the rows that it has handed out are being undone. From here on it reaches no marker."""
-        self.is_undone = True
-
-    def stands_on(self, commit: Commit) -> bool:
-        return self._at.id == commit.id
 
     def is_over(self, lineage: Lineage) -> bool:
         """Return whether the generation has ended, or a newer one has been claimed: it will commit nothing more."""
@@ -96,7 +91,7 @@ class Tail:
 
     def committed(self, commit: Commit) -> None:
         """Note that a marker that this tail reaches exists: its rows are no longer provisional."""
-        self._at = commit
+        self.at = commit
         tops: dict[int, int] = {}
         for end in commit.ranks:
             tops[end.partition] = max(end.end, tops.get(end.partition, 0))

@@ -82,7 +82,8 @@ class WaysBack:
         try:
             for dense in self._places(commit):
                 try:
-                    _check_mounted(dense)
+                    if dense.folder is not None and not dense.folder.is_dir():
+                        raise ConfigError(f"there is no folder {dense.folder} on this host", path=dense.folder)
                     dense.verify(commit)
                 except CorruptionError as error:
                     self._beside_rows.append(error)
@@ -203,11 +204,6 @@ class Reasked:
             self._taken_s = self._clock()
             self._ways = self._ways.anew(self._take())
         return self._ways.why_not(marker)
-
-
-def _check_mounted(dense: DenseStore) -> None:
-    if dense.folder is not None and not dense.folder.is_dir():
-        raise ConfigError(f"there is no folder {dense.folder} on this host", path=dense.folder)
 
 
 def _pinned(marker: MarkerId) -> StreamCkptError:
