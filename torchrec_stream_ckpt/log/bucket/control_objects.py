@@ -24,10 +24,9 @@ from torchrec_stream_ckpt.errors import (
     StoreUnavailableError,
 )
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, parse_header, payload_of
-from torchrec_stream_ckpt.log.bucket.objects import delete_all, of_log, read_if_there
+from torchrec_stream_ckpt.log.bucket.objects import delete_all, numbered, of_log, read_if_there
 from torchrec_stream_ckpt.log.worker import Worker
 from torchrec_stream_ckpt.store.api import Objects
-from torchrec_stream_ckpt.util.units import is_whole
 
 BLOCK = 256
 """Records of a block."""
@@ -51,17 +50,6 @@ def base_name(number: int) -> str:
 
 def _block_dir(number: int) -> str:
     return f"{CONTROL_DIR}/{number // BLOCK * BLOCK:020d}"
-
-
-def _numbers(objects: Objects, folder: str) -> list[int]:
-    """Return the numbers that name objects of a folder, in order."""
-    return sorted(_sizes(objects, folder))
-
-
-def _sizes(objects: Objects, folder: str) -> dict[int, int]:
-    """Return the lengths of the objects of a folder that numbers name."""
-    entries = ((entry.name.rpartition("/")[2], entry.num_bytes) for entry in objects.list(f"{folder}/"))
-    return {int(name): size for name, size in entries if len(name) == 20 and is_whole(name)}
 
 
 class ControlObjects:
@@ -233,14 +221,14 @@ class ControlObjects:
         if number == self._end and number:
             return  # the usual case: everything was read before, and one request shows whether there is more
         self._check_not_deleted(number)
-        packs, ahead = _sizes(self._objects, PACKS_DIR), dict[int, Future[dict[int, bytes] | None]]()
+        packs, ahead = numbered(self._objects, PACKS_DIR), dict[int, Future[dict[int, bytes] | None]]()
         with ThreadPoolExecutor(self._objects.reads_ahead, "stream-ckpt-control") as pool:
             while True:
                 begin = number // BLOCK * BLOCK
                 self._read_ahead(pool, ahead, begin, packs)
                 records = ahead.pop(begin).result() if begin in packs else None
                 if records is None:
-                    listed = [each for each in _numbers(self._objects, _block_dir(begin)) if each >= number]
+                    listed = [each for each in numbered(self._objects, _block_dir(begin)) if each >= number]
                     found = zip(listed, pool.map(self._read, listed), strict=True)
                     records = {each: record for each, record in found if record is not None}
                     self._check_not_deleted(number)
@@ -286,7 +274,7 @@ class ControlObjects:
 
         Raises as :meth:`_report_gap`.
         """
-        following = _numbers(self._objects, _block_dir(number // BLOCK * BLOCK + BLOCK))
+        following = numbered(self._objects, _block_dir(number // BLOCK * BLOCK + BLOCK))
         later = [each for each in (*listed, *following) if each > number]
         later += [each for each in packs if each > number and not later and self._unpacked(each) is not None]
         if later and self._read(number) is None:  # a listing may lag
@@ -374,19 +362,19 @@ class ControlObjects:
     def base(self) -> int:
         """Return the number of the first record; see :meth:`Log.control_base`."""
         with of_log("cannot read the bucket log's control records"):
-            return max(_numbers(self._objects, BASE_DIR), default=0)
+            return max(numbered(self._objects, BASE_DIR), default=0)
 
     def prune(self, base: int) -> None:
         """Delete the records before ``base``; see :meth:`Log.prune_control`."""
         with of_log("cannot delete control records"):
-            bases = _numbers(self._objects, BASE_DIR)
+            bases = numbered(self._objects, BASE_DIR)
             if base > max(bases, default=0):
                 if self._read(base) is None:
                     raise CorruptionError(f"no control record has number {base}", store=self._objects.url)
                 self._objects.create(base_name(base), [b""])
             base = max(base, *bases, 0)
             names = sorted(entry.name for entry in self._objects.list(f"{CONTROL_DIR}/"))
-            packs = [begin for begin in _numbers(self._objects, PACKS_DIR) if begin + BLOCK <= base]
+            packs = [begin for begin in numbered(self._objects, PACKS_DIR) if begin + BLOCK <= base]
             delete_all(self._objects, [name for name in names if name < record_name(base)])
             delete_all(self._objects, [f"{PACKS_DIR}/{begin:020d}" for begin in packs])
             for old in bases:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torchrec_stream_ckpt.errors import LogUnavailableError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.store.api import DeletesMany, Objects
+from torchrec_stream_ckpt.util.units import is_whole
 
 _MOST_DELETED = 1000
 
@@ -34,6 +35,16 @@ def delete_all(objects: Objects, names: Sequence[str]) -> None:
         some = names[begin : begin + _MOST_DELETED]
         for name in objects.delete_many(some) if isinstance(objects, DeletesMany) else some:
             objects.delete(name)
+
+
+def numbered(objects: Objects, folder: str) -> dict[int, int]:
+    """Return the lengths of the objects of a folder that numbers name, by number, in order.
+
+    Raises:
+        StoreUnavailableError: the store does not answer.
+    """
+    entries = ((entry.name.rpartition("/")[2], entry.num_bytes) for entry in objects.list(f"{folder}/"))
+    return {int(name): size for name, size in sorted(entries) if len(name) == 20 and is_whole(name)}
 
 
 def read_if_there(objects: Objects, name: str) -> bytes | None:

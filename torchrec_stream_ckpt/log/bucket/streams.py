@@ -12,11 +12,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
+from torchrec_stream_ckpt.log.bucket.objects import numbered
 from torchrec_stream_ckpt.log.segments import split_frames
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.util.layout import bucket_stream
 from torchrec_stream_ckpt.util.types import LogSpan
-from torchrec_stream_ckpt.util.units import is_whole
 
 READS_AHEAD = 4
 """Objects of a span that are read at the same time."""
@@ -37,9 +37,7 @@ def object_name(generation: int, partition: int, offset: int) -> str:
 
 def sizes_of(objects: Objects, generation: int, partition: int) -> dict[int, int]:
     """Return the lengths of a stream's objects by the offset of their first byte, in order. Leftovers are included."""
-    folder = bucket_stream(generation, partition)
-    entries = ((entry.name.rpartition("/")[2], entry.num_bytes) for entry in objects.list(f"{folder}/"))
-    return {int(name): size for name, size in sorted(entries) if len(name) == 20 and is_whole(name) and size}
+    return {begin: size for begin, size in numbered(objects, bucket_stream(generation, partition)).items() if size}
 
 
 def walk(objects: Objects, stream: tuple[int, int], begin: int, sizes: Mapping[int, int]) -> Iterator[DataObject]:
