@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.model import (
     watch_outside_writes,
 )
 from torchrec_stream_ckpt.ranks.collective import Team
-from torchrec_stream_ckpt.util.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard, grouped
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +142,6 @@ class Attached:
 
     def column_splits(self) -> dict[int, set[tuple[int, int]]]:
         """(all ranks) Return table -> the column ranges of its shards on all ranks."""
-        splits: dict[int, set[tuple[int, int]]] = {}
-        for shards in self._team.gather(self.shards):
-            for shard in shards:
-                splits.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-        return splits
+        shards = (shard for held in self._team.gather(self.shards) for shard in held)
+        splits = grouped((shard.table, (shard.col0, shard.cols)) for shard in shards)
+        return {table: set(found) for table, found in splits.items()}

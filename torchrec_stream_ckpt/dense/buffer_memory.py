@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from torchrec_stream_ckpt.util.types import grouped
+
 Tensors = Mapping[str, torch.Tensor]
 """Tensors by name."""
 Memory = tuple[str, int]
@@ -25,10 +27,7 @@ def together(*sides: Tensors) -> list[list[str]]:
     """Group the names of the first side so that names share memory on any side only within a group."""
     group: dict[str, set[str]] = {name: {name} for name in sides[0]}
     for side in sides:
-        by_memory: dict[Memory, list[str]] = {}
-        for name in group.keys() & side.keys():
-            by_memory.setdefault(memory_of(side[name]), []).append(name)
-        for first, *others in by_memory.values():
+        for first, *others in grouped((memory_of(side[name]), name) for name in group.keys() & side.keys()).values():
             for other in others:
                 joined = group[first] | group[other]
                 for name in joined:

@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.model import GradientNote, unreduced, watch_no_sync, watch_zero_grad
+from torchrec_stream_ckpt.util.types import grouped
 
 log = logging.getLogger(__name__)
 
@@ -180,11 +181,7 @@ class Gradients:
 
     def _holders(self) -> dict[int, list[_Steps]]:
         """Return the optimizers of each parameter."""
-        found: dict[int, list[_Steps]] = {}
-        for steps in self._steps.values():
-            for parameter in steps.parameters():
-                found.setdefault(id(parameter), []).append(steps)
-        return found
+        return grouped((id(each), steps) for steps in self._steps.values() for each in steps.parameters())
 
     def _is_unread(self, parameter: nn.Parameter, gradient: torch.Tensor, holders: list[_Steps]) -> bool:
         """Return whether the values of a gradient are zeros, or will be cleared before they are read."""

@@ -14,6 +14,7 @@ import torch
 
 from torchrec_stream_ckpt.errors import ConfigError, SchemaMismatchError
 from torchrec_stream_ckpt.model import FusedKernel
+from torchrec_stream_ckpt.util.types import grouped
 
 _SCHEDULED = {"lr", "momentum", "betas"}
 """Settings that a schedule changes in its groups. They are restored with the schedule."""
@@ -63,10 +64,7 @@ def check_fused_values(kernels: Iterable[FusedKernel], saved: Iterable[Values]) 
 
 
 def _of_kernels(kernels: Iterable[FusedKernel], saved: Iterable[Values]) -> Iterator[tuple[FusedKernel, list[Any]]]:
-    everywhere: dict[str, list[dict[str, float]]] = {}
-    for values in saved:
-        for table, each in values.items():
-            everywhere.setdefault(table, []).append(each)
+    everywhere = grouped(pair for values in saved for pair in values.items())
     for kernel in kernels:
         yield kernel, [each for shard in kernel.held for each in everywhere.get(shard.table.name, ())]
 

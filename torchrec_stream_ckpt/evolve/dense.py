@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.evolve.imported import ImportedOptimizers, States, imp
 from torchrec_stream_ckpt.evolve.model_schema import NO_TENSOR, DenseEntry, DenseOptimizer, ModelSchema
 from torchrec_stream_ckpt.evolve.table_outcome import BY_RULE, DROPPED, EXACT, FRESH
 from torchrec_stream_ckpt.evolve.text import nearest
-from torchrec_stream_ckpt.util.types import plain_name
+from torchrec_stream_ckpt.util.types import grouped, plain_name
 
 T = TypeVar("T")
 _PLAIN = re.compile(r"[\w.]+")
@@ -158,10 +158,7 @@ class _Entries:
         return {name: match.expand(template) for name, match in matches.items() if match is not None}
 
     def _check_targets(self, new_names: Mapping[str, str]) -> None:
-        sources: dict[str, list[str]] = {}
-        for old, new in new_names.items():
-            sources.setdefault(new, []).append(old)
-        for new, olds in sources.items():
+        for new, olds in grouped((new, old) for old, new in new_names.items()).items():
             if len(olds) > 1:
                 self._found.problems.append(f"dense.renamed: {', '.join(map(repr, olds))} all become {new!r}")
             elif new in self._saved and new not in (*self._declared.dropped, *new_names):

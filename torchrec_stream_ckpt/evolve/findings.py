@@ -9,6 +9,7 @@ from typing import Any
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.evolve.changes import Changes, DenseChanges
 from torchrec_stream_ckpt.evolve.text import map_file, unsaved
+from torchrec_stream_ckpt.util.types import grouped
 
 PYTHON_FOLLOWS = "to declare them in Python:"
 TOML_FOLLOWS = "or in a TOML file:"
@@ -171,10 +172,7 @@ def _tables(count: int) -> str:
 
 
 def _joined(said: Sequence[Sequence[str]]) -> list[str]:
-    ranks: dict[str, list[int]] = {}
-    for rank, lines in enumerate(said):
-        for line in dict.fromkeys(lines):
-            ranks.setdefault(line, []).append(rank)
+    ranks = grouped((line, rank) for rank, lines in enumerate(said) for line in dict.fromkeys(lines))
     return [
         line if len(found) == len(said) else f"{line} (on rank {', '.join(map(str, found))})"
         for line, found in ranks.items()

@@ -23,7 +23,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage, count_trim
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.snapshot import Parts, Snapshot, pack, unpack
-from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId, grouped
 
 log = logging.getLogger(__name__)
 
@@ -48,9 +48,7 @@ class Folded:
 
 def body_of(lineage: Lineage) -> bytes:
     """Encode a lineage as the body of a snapshot: a line of JSON, then frames, one after the other."""
-    given_up: dict[str, list[int]] = {}
-    for marker in sorted(lineage.given_up):
-        given_up.setdefault(str(marker.generation), []).append(marker.marker)
+    given_up = grouped((str(marker.generation), marker.marker) for marker in sorted(lineage.given_up))
     numbers = {"stale": lineage.stale, "unsigned": lineage.unsigned, "taken": lineage.taken, "given_up": given_up}
     return canonical(numbers) + b"\n" + b"".join(record.to_frame() for record in lineage.records())
 

@@ -24,7 +24,7 @@ from torchrec_stream_ckpt.format.packed_commit import PackedCommit
 from torchrec_stream_ckpt.format.record import Meta
 from torchrec_stream_ckpt.format.snapshot import Snapshot
 from torchrec_stream_ckpt.format.trims import Trims
-from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd
+from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd, grouped
 
 _COMMIT = (PackedCommit, Commit)
 _MAX_GAP = 1000
@@ -140,10 +140,7 @@ class Lineage:
     @property
     def names(self) -> dict[MarkerId, list[str]]:
         """The names of each marker that has one."""
-        found: dict[MarkerId, list[str]] = {}
-        for name, marker in self.aliases.items():
-            found.setdefault(marker, []).append(name)
-        return found
+        return grouped((marker, name) for name, marker in self.aliases.items())
 
     @property
     def job(self) -> bytes:

@@ -7,7 +7,7 @@ holds whole must give 0 there. For a block that several readers share, the sum o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, Digests, Ints
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, Places, RankReport, blocks_of, digests_of
-from torchrec_stream_ckpt.util.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard, grouped
 
 Flags = npt.NDArray[np.bool_]
 
@@ -99,10 +99,7 @@ class Check:
     ) -> None:
         self._path, self._marks, self._circle = path, marks, circle
         self._tables = schema.tables
-        self._shards: dict[int, list[TableShard]] = {}
-        for shard in sent:
-            if shard.rows and shard.cols:
-                self._shards.setdefault(shard.table, []).append(shard)
+        self._shards = _of_tables(sent)
         self.tables = {table: self._open(table, shards, sent) for table, shards in self._shards.items()}
         self._by_id = {path.id(table): self.tables[table] for table in reversed(self.tables)}
 
@@ -255,15 +252,12 @@ def shared_blocks(schema: Schema, readers: Sequence[Sequence[TableShard]]) -> di
 
 def _by_table(readers: Sequence[Sequence[TableShard]]) -> dict[int, list[list[TableShard]]]:
     """Return for each table the shards with cells, by reader. Readers without such shards are left out."""
-    found: dict[int, list[list[TableShard]]] = {}
-    for shards in readers:
-        own: dict[int, list[TableShard]] = {}
-        for shard in shards:
-            if shard.rows and shard.cols:
-                own.setdefault(shard.table, []).append(shard)
-        for table, some in own.items():
-            found.setdefault(table, []).append(some)
-    return found
+    return grouped(pair for shards in readers for pair in _of_tables(shards).items())
+
+
+def _of_tables(shards: Iterable[TableShard]) -> dict[int, list[TableShard]]:
+    """Return for each table its shards with cells."""
+    return grouped((shard.table, shard) for shard in shards if shard.rows and shard.cols)
 
 
 def _rows_of(shard: TableShard) -> npt.NDArray[np.int64]:

@@ -19,7 +19,7 @@ from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Digests, In
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.proofs.rowsums import Slice
 from torchrec_stream_ckpt.store.reader import Told
-from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, grouped
 
 Places = npt.NDArray[np.int32]
 """Markers by their places on a path. -1 for no marker."""
@@ -112,14 +112,11 @@ def agree(windows: Iterable[Mapping[int, Window | None]], floor: int) -> dict[in
         windows: Windows that each reader found.
         floor: Places below it are not complete.
     """
-    found: dict[int, set[Window | None]] = {}
-    for each in windows:
-        for place, window in each.items():
-            found.setdefault(place, set()).add(window)
+    found = grouped(pair for each in windows for pair in each.items())
     agreed: dict[int, Window] = {}
     for place in sorted(found):
-        window = found[place].pop()
-        if window is not None and not found[place] and place >= floor:
+        window, *others = set(found[place])
+        if window is not None and not others and place >= floor:
             agreed[place] = window
     return agreed
 

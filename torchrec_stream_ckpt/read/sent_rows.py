@@ -14,6 +14,7 @@ from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.maintain.fold import IntervalFrames
 from torchrec_stream_ckpt.proofs.seen_marks import RankReport
 from torchrec_stream_ckpt.proofs.weights import WeightProof
+from torchrec_stream_ckpt.util.types import grouped
 
 HELD_BYTES = 256 * 2**20
 """Most bytes of frames that are held in memory. Of a file log they are its pages, not copies of them."""
@@ -124,9 +125,7 @@ class SentRows:
 
 def newest(frames: Sequence[_Frame]) -> Iterator[_Frame]:
     """Yield the rows of frames in their order, without versions of a row that a later frame replaces."""
-    slices: dict[tuple[int, int, int], list[int]] = {}
-    for number, (header, _) in enumerate(frames):
-        slices.setdefault((header.table, header.col0, header.cols), []).append(number)
+    slices = grouped(((header.table, header.col0, header.cols), number) for number, (header, _) in enumerate(frames))
     kept: dict[int, np.ndarray[tuple[int], np.dtype[np.bool_]]] = {}
     for numbers in slices.values():
         if len(numbers) > 1:  # a frame has no row twice

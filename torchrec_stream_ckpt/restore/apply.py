@@ -45,7 +45,7 @@ from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.store.head import Head, SliceArrays
 from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.failpoints import failpoint
-from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, grouped
 
 T = TypeVar("T")
 
@@ -117,9 +117,7 @@ def _shard_of(record: TableScalars) -> TableShard:
 
 
 def _targets(plan: RestorePlan, kernels: list[FusedKernel], seen: SeenMarks) -> dict[TableShard, Target]:
-    moves: dict[TableShard, list[Move]] = {}
-    for move in plan.moves:
-        moves.setdefault(move.target, []).append(move)
+    moves = grouped((move.target, move) for move in plan.moves)
     index, wanted, targets = plan.index, set(plan.targets), {}
     for kernel in kernels:
         for shard, weights, states in zip(kernel.shards, kernel.weights(), kernel.states(), strict=True):
@@ -471,9 +469,7 @@ def _write_window(
     windows: Sequence[_Window],
 ) -> int:
     """Write the rows of one thread's windows."""
-    mine: dict[TableShard, list[_Window]] = {}
-    for window in windows:
-        mine.setdefault(window.target, []).append(window)
+    mine = grouped((window.target, window) for window in windows)
     moves = by_slice(_within(mine, plan.cold))
     reads = [piece.only(lambda picked: pick(picked, moves)) for piece in plan.stored]
     wanted = [picked for piece in reads for picked in piece.opened]

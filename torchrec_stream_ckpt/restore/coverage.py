@@ -11,7 +11,7 @@ from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.frame import Header
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.util.types import TableSpec
+from torchrec_stream_ckpt.util.types import TableSpec, grouped
 
 
 class Coverage:
@@ -40,9 +40,7 @@ class Coverage:
 
     def check(self) -> None:
         """Raise CorruptionError for the first table with missing rows."""
-        of_table: dict[int, list[tuple[int, int, npt.NDArray[np.bool_]]]] = {}
-        for (index, col0, cols), sent in self._sent.items():
-            of_table.setdefault(index, []).append((col0, cols, sent))
+        of_table = grouped((index, (col0, cols, sent)) for (index, col0, cols), sent in self._sent.items())
         for index in sorted(self._wanted):
             table = self._schema.tables[index]
             missing = table.rows - self._records[index]

@@ -26,7 +26,7 @@ from torchrec_stream_ckpt.format.schema import Schema, check_schema
 from torchrec_stream_ckpt.format.segment import check_tables, slices_of
 from torchrec_stream_ckpt.restore.views import Views
 from torchrec_stream_ckpt.store.catalog import Picked, Piece
-from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, grouped
 
 Columns = tuple[int, int, int]
 """Column slice of a table: (table, first column, number of columns)."""
@@ -72,7 +72,8 @@ class Overlaps:
     """
 
     def __init__(self, shards: Iterable[TableShard]) -> None:
-        self._of_table = {table: _Line(some) for table, some in _by_table(shards).items()}
+        of_table = grouped((shard.table, shard) for shard in shards)
+        self._of_table = {table: _Line(some) for table, some in of_table.items()}
 
     def moves(self, source: TableShard) -> list[Move]:
         """Return the parts that ``source`` has in common with each of the shards, in their order."""
@@ -103,10 +104,7 @@ class _Line:
 
 def by_slice(moves: Iterable[Move]) -> dict[Columns, list[Move]]:
     """Group moves by the column slice of their source."""
-    found: dict[Columns, list[Move]] = {}
-    for move in moves:
-        found.setdefault((move.source.table, move.source.col0, move.source.cols), []).append(move)
-    return found
+    return grouped(((move.source.table, move.source.col0, move.source.cols), move) for move in moves)
 
 
 Rectangle = tuple[int, int, int, int]
@@ -416,13 +414,6 @@ def _stream_reads(
         if moves:
             reads.append(StreamRead(interval, moves, mine))
     return tuple(reads)
-
-
-def _by_table(targets: Iterable[TableShard]) -> dict[int, list[TableShard]]:
-    by_table: dict[int, list[TableShard]] = {}
-    for target in targets:
-        by_table.setdefault(target.table, []).append(target)
-    return by_table
 
 
 def check_pieces(pieces: Iterable[Piece], lineage: Lineage) -> None:

@@ -1,14 +1,17 @@
-"""Types that all packages share. Plain values: no torch, no I/O."""
+"""Types that all packages share, and how values are grouped. Plain values: no torch, no I/O."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.util.marker_names import is_marker_name
 
+K = TypeVar("K")
+V = TypeVar("V")
 MARKER_FORMS = "GENERATION:MARKER, latest, best:auc:max, or a name"
 """The forms of a marker's name, for help texts and errors."""
 
@@ -251,3 +254,11 @@ class Restored:
 def plain_name(name: str) -> str:
     """Return the name of a parameter or table without the parts ``_orig_mod`` that ``torch.compile`` adds."""
     return ".".join(part for part in name.split(".") if part != "_orig_mod")
+
+
+def grouped(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
+    """Return the values of each key. Keys and values keep their order."""
+    found: dict[K, list[V]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found

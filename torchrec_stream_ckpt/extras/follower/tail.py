@@ -14,7 +14,7 @@ from torchrec_stream_ckpt.format.frame import Header, Kind, check_pad, data_head
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import IdEvents, RowsView, decode_events, decode_rows, distinct
 from torchrec_stream_ckpt.inner import Log
-from torchrec_stream_ckpt.util.types import LogSpan
+from torchrec_stream_ckpt.util.types import LogSpan, grouped
 
 BATCH_BYTES = 64 * 2**20
 """Most bytes of frames that one :meth:`Tail.read` hands out."""
@@ -110,10 +110,8 @@ class Tail:
 
     def provisional(self) -> dict[int, npt.NDArray[np.int64]]:
         """Return the rows that were handed out and that no marker has, by table; each once."""
-        found: dict[int, list[npt.NDArray[np.int64]]] = {}
         taken = ((table, ids) for stream in self._streams.values() for _, table, ids in stream.sent)
-        for table, ids in (*taken, *self._given.values()):
-            found.setdefault(table, []).append(ids)
+        found = grouped((*taken, *self._given.values()))
         return {table: distinct(np.concatenate(ids)) for table, ids in found.items()}
 
     def read(self, upto: Commit | None = None) -> list[Rows]:

@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.errors import ColumnResplitError
 from torchrec_stream_ckpt.extras.interchange.dcp import Keys, TableEntry, nested, table_entries
 from torchrec_stream_ckpt.extras.interchange.dcp_dense import ComparedReader
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.util.types import TableShard, TableSpec
+from torchrec_stream_ckpt.util.types import TableShard, TableSpec, grouped
 
 Slices = Sequence[tuple[int, int]]
 """(first column, columns) of each column shard of a table."""
@@ -94,10 +94,8 @@ def entries_of(schema: Schema, shards: Iterable[TableShard], dense: ComparedRead
             values[key] = value
             if not isinstance(value, torch.Tensor):
                 found[key] = BytesStorageMetadata()
-    held: dict[int, set[tuple[int, int]]] = {}
-    for shard in shards:
-        held.setdefault(shard.table, set()).add((shard.col0, shard.cols))
-    slices = {index: sorted(held.get(index, {(0, spec.dim)})) for index, spec in schema.live}
+    held = grouped((shard.table, (shard.col0, shard.cols)) for shard in shards)
+    slices = {index: sorted(set(held.get(index, [(0, spec.dim)]))) for index, spec in schema.live}
     tables: dict[str, tuple[int, TableEntry]] = {}
     for index, spec in schema.live:
         for entry in table_entries(spec, keys, states=True):

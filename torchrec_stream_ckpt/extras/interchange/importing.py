@@ -38,7 +38,7 @@ from torchrec_stream_ckpt.extras.interchange.contents import (
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.format.rows import Array
 from torchrec_stream_ckpt.inner import Batch, DenseEntry, EvolutionReport, Tier, write_import
-from torchrec_stream_ckpt.util.types import TableShard
+from torchrec_stream_ckpt.util.types import TableShard, grouped
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,10 +206,7 @@ def _entry(checkpoint: Checkpoint, name: str, entry: str) -> DenseEntry:
 
 def states_by_parameter(contents: Contents) -> dict[str, set[str]]:
     """Return the names of the states that dense optimizers had for each parameter."""
-    found: dict[str, set[str]] = {}
-    for parameter, state in contents.dense_states:
-        found.setdefault(parameter, set()).add(state)
-    return found
+    return {parameter: set(states) for parameter, states in grouped(contents.dense_states).items()}
 
 
 def _batches(

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.inner import Log, read_stream
-from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableSpec
+from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, TableSpec, grouped
 
 MEAN, LONGEST = "stream_ckpt/blocked_ms_mean", "stream_ckpt/blocked_ms_max"
 
@@ -162,10 +162,7 @@ def read_history(
     """
     chosen = list(lineage.commits.values())[-last if last is not None else 0 :]
     history = History(_intervals(lineage, chosen), _heat(lineage, chosen))
-    by_generation: dict[int, list[Traffic]] = {}
-    for each in history.intervals.values():
-        by_generation.setdefault(each.commit.generation, []).append(each)
-    for intervals in by_generation.values():
+    for intervals in grouped((each.commit.generation, each) for each in history.intervals.values()).values():
         for rank in range(len(intervals[-1].commit.ranks)):
             _read_rank(log, lineage, history, intervals, rank, advance)
     return history

@@ -31,7 +31,7 @@ from torchrec_stream_ckpt.extras.reporting.svg import (
     text_of,
 )
 from torchrec_stream_ckpt.format.lineage import Lineage, changed_tables
-from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId, grouped
 from torchrec_stream_ckpt.util.units import day, duration, size
 
 MOST_CHARTS = 8
@@ -173,9 +173,7 @@ def lineage(whole: Lineage) -> str:
 
 def _ends(whole: Lineage) -> dict[int, tuple[int, int, int]]:
     """Return for each generation (step where it begins, step of its last marker, number of its markers)."""
-    steps: dict[int, list[int]] = {}
-    for marker, commit in whole.commits.items():
-        steps.setdefault(marker.generation, []).append(commit.step)
+    steps = grouped((marker.generation, commit.step) for marker, commit in whole.commits.items())
     found = {}
     for generation, claim in whole.claims.items():
         own, parent = steps.get(generation, []), claim.parent

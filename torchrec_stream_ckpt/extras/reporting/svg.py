@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torchrec_stream_ckpt.errors import printable
+from torchrec_stream_ckpt.util.types import grouped
 
 WIDTH, HEIGHT = 720, 260
 LEFT, RIGHT, TOP, BOTTOM = 72, 16, 14, 52
@@ -102,10 +103,7 @@ def _anchor(position: float) -> str:
 
 def by_generation(points: Iterable[tuple[int, float, float]]) -> dict[int, Points]:
     """Return the points (x, y) of each generation."""
-    found: dict[int, list[tuple[float, float]]] = {}
-    for generation, x, y in points:
-        found.setdefault(generation, []).append((x, y))
-    return {**found}
+    return {**grouped((generation, (x, y)) for generation, x, y in points)}
 
 
 def line_chart(

@@ -16,6 +16,7 @@ from torchrec_stream_ckpt.log.kafka.client import CLIENT_ERRORS, has_code, make_
 from torchrec_stream_ckpt.log.kafka.reasons import Reasons
 from torchrec_stream_ckpt.log.kafka.settings import arrival_settings
 from torchrec_stream_ckpt.util.signal_safe import SafeEvent
+from torchrec_stream_ckpt.util.types import grouped
 
 _SLICE_S = 0.2
 """Longest time until a wait notices :meth:`Arrivals.wake`. No broker is asked anything between."""
@@ -99,9 +100,7 @@ class Arrivals:
     def _assign(self, places: frozenset[Place], timeout_s: float) -> bool:
         """Fetch from the current ends on. Returns True: records may have arrived before them."""
         self._drop()
-        by_topic: dict[str, list[int]] = {}
-        for topic, partition in places:
-            by_topic.setdefault(topic, []).append(partition)
+        by_topic = grouped(places)
         there = self._brokers.describe()
         if not by_topic.keys() <= there.keys():  # nobody has created the topics
             self._woken.wait(min(timeout_s, 1.0))

@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.store.api import KeepsTime, Objects
 from torchrec_stream_ckpt.store.identity import place_of
 from torchrec_stream_ckpt.util.layout import probe_name
-from torchrec_stream_ckpt.util.types import MarkerId
+from torchrec_stream_ckpt.util.types import MarkerId, grouped
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _TIME_NAMESPACE = Path("/proc/self/ns/time")
@@ -112,9 +112,7 @@ def ages(lineage: Lineage, idle_s: float) -> dict[MarkerId, float]:
         lineage: Lineage of the job.
         idle_s: Age of its newest marker.
     """
-    times: dict[int, list[float]] = {}
-    for commit in lineage.commits.values():
-        times.setdefault(commit.generation, []).append(commit.time_s)
+    times = grouped((commit.generation, commit.time_s) for commit in lineage.commits.values())
     found: dict[tuple[int, int], float] = {}
     for generation in sorted(times, reverse=True):
         waits = _counted([max(0.0, later - earlier) for earlier, later in pairwise(times[generation])])
