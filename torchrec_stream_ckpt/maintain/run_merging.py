@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from itertools import pairwise
@@ -261,17 +262,11 @@ def _slices(cuts: Sequence[int]) -> set[tuple[int, int]]:
 
 def _first_of_oldest(newest: Sequence[Picked], cuts: Sequence[int]) -> int:
     """Return the index of the first of the oldest segments that form one run: a base."""
-    low, high = 0, len(newest)
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if open_at_once(newest[middle:], cuts) <= 1 else (middle + 1, high)
-    return low
+    return bisect_left(range(len(newest)), True, key=lambda first: open_at_once(newest[first:], cuts) <= 1)
 
 
 def _most(segments: Sequence[Picked], cuts: Sequence[int]) -> int:
     """Return how many of the first segments can be merged at once."""
-    low, high = min(FAN_IN, len(segments)), len(segments)  # each adds at most one open chunk
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if open_at_once(segments[:middle], cuts) <= FAN_IN else (low, middle - 1)
-    return low
+    least = min(FAN_IN, len(segments))  # each adds at most one open chunk
+    more = range(least + 1, len(segments) + 1)
+    return least + bisect_left(more, True, key=lambda count: open_at_once(segments[:count], cuts) > FAN_IN)
