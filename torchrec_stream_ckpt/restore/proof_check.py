@@ -32,7 +32,7 @@ from torchrec_stream_ckpt.ranks.collective import Team
 from torchrec_stream_ckpt.restore.plan import RestorePlan
 from torchrec_stream_ckpt.store.api import Objects
 from torchrec_stream_ckpt.store.verdicts import leave_verdict
-from torchrec_stream_ckpt.util.types import MarkerId, TableShard
+from torchrec_stream_ckpt.util.types import MarkerId, TableShard, grouped
 
 
 def compare_replicated(tensors: Mapping[str, torch.Tensor], proof: Proof, marker: MarkerId) -> Compared:
@@ -264,8 +264,5 @@ def _gathered_marks(team: Team, proofs: Mapping[int, DenseProof], world: int) ->
 
 def _added_digests(said: Iterable[Mapping[str, int]]) -> dict[str, int]:
     """Add up digests of parts on all ranks to digests of whole entries."""
-    found: dict[str, int] = {}
-    for parts in said:
-        for name, digest in parts.items():
-            found[name] = (found.get(name, 0) + digest) % MODULUS
-    return found
+    found = grouped(pair for parts in said for pair in parts.items())
+    return {name: sum(digests) % MODULUS for name, digests in found.items()}

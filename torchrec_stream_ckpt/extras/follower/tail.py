@@ -92,9 +92,7 @@ class Tail:
     def committed(self, commit: Commit) -> None:
         """Note that a marker that this tail reaches exists: its rows are no longer provisional."""
         self.at = commit
-        tops: dict[int, int] = {}
-        for end in commit.ranks:
-            tops[end.partition] = max(end.end, tops.get(end.partition, 0))
+        tops = dict(sorted((end.partition, end.end) for end in commit.ranks))  # the highest end of each partition
         for end in commit.ranks:
             stream = self._streams[end.rank]
             stream.sent = [each for each in stream.sent if each[0] >= end.frames]

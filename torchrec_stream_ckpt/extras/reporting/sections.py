@@ -256,11 +256,8 @@ def by_table(intervals: Sequence[Traffic], what: str) -> str:
 
 
 def _totals(intervals: Sequence[Traffic], what: str) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for each in intervals:
-        for name, value in getattr(each, what).items():
-            totals[name] = totals.get(name, 0) + value
-    return totals
+    found: dict[str, list[int]] = grouped(pair for each in intervals for pair in getattr(each, what).items())
+    return {name: sum(values) for name, values in found.items()}
 
 
 def _largest(intervals: Sequence[Traffic]) -> list[str]:

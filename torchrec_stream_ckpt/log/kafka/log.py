@@ -126,9 +126,7 @@ class KafkaLog(Presence):
         topic = self._data_topic
         self._brokers.require(topic, 0, "trim", LogUnavailableError)
         topics.check_right(self._brokers, topic, TRIM_RIGHT)
-        ends: dict[int, int] = {}
-        for span in range_.gone:
-            ends[span.partition] = max(span.end, ends.get(span.partition, 0))
+        ends = dict(sorted((span.partition, span.end) for span in range_.gone))  # the highest end of each partition
         for span in range_.kept:
             if span.partition in ends:
                 ends[span.partition] = min(span.begin, ends[span.partition])
