@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from heapq import merge
 from itertools import islice, pairwise
 from operator import attrgetter
-from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -42,10 +41,8 @@ class Given:
     """True if an earlier window had other rows of the chunk."""
 
 
-class ReadSegments(Protocol):
-    """Reader of the chunks of several segments, such as ``read_chunks`` for some store."""
-
-    def __call__(self, picked: Iterable[Picked]) -> Iterator[tuple[Picked, ChunkEntry, memoryview]]: ...
+ReadSegments = Callable[[Iterable[Picked]], Iterator[tuple[Picked, ChunkEntry, memoryview]]]
+"""Reader of the chunks of several segments, such as ``read_chunks`` for some store."""
 
 
 def read_from(objects: Readable, pool: Executor, progress: Callable[[int], None] = lambda _: None) -> ReadSegments:

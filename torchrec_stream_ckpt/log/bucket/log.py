@@ -238,7 +238,7 @@ class BucketLog:
         return {each: (known, end) for each, end in self.ends(known, partitions).items()} if known else {}
 
     def watch(self) -> Watch:
-        return Probe(self._control, self)
+        return Probe(self._control, self.newest_ends)
 
     def trim(self, range_: TrimRange, *, dry_run: bool = False) -> Freed:
         """Delete whole objects, oldest first, so that a kill in between leaves a missing front, never a hole."""

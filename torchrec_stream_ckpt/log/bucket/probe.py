@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
-from typing import Protocol
+from collections.abc import Callable, Collection
 
 from torchrec_stream_ckpt.log.bucket.control_objects import ControlObjects
 from torchrec_stream_ckpt.log.bucket.objects import of_log
@@ -12,13 +11,8 @@ from torchrec_stream_ckpt.util.signal_safe import SafeEvent
 
 PERIOD_S = 0.5
 """Seconds between two probes."""
-
-
-class Streams(Protocol):
-    """Data of a log."""
-
-    def newest_ends(self, partitions: Collection[int]) -> dict[int, tuple[int, int]]:
-        """Return the newest generation with rows and the end of its stream, by partition."""
+Ends = dict[int, tuple[int, int]]
+"""By partition: the newest generation with rows, and the end of its stream."""
 
 
 class Probe:
@@ -26,17 +20,17 @@ class Probe:
 
     Args:
         control: Its control records.
-        streams: Its data.
+        newest_ends: Returns the newest generation with rows and the end of its stream, by partition.
     """
 
     by = "probe"
 
-    def __init__(self, control: ControlObjects, streams: Streams) -> None:
+    def __init__(self, control: ControlObjects, newest_ends: Callable[[Collection[int]], Ends]) -> None:
         self._control = control
-        self._streams = streams
+        self._newest_ends = newest_ends
         self._next = -1
         """Number of the next control record; -1 before the first wait."""
-        self._ends: dict[int, tuple[int, int]] = {}
+        self._ends: Ends = {}
         self._woken = SafeEvent()
 
     def wait(self, timeout_s: float, partitions: Collection[int] = ()) -> bool:
@@ -53,7 +47,7 @@ class Probe:
         """Return whether there is anything that the previous call has not seen."""
         with of_log("cannot read the bucket log"):
             following = self._control.number_after(self._next)
-            ends = self._streams.newest_ends(partitions) if partitions else {}
+            ends = self._newest_ends(partitions) if partitions else {}
         is_new = following != self._next or any(self._ends.get(each) != end for each, end in ends.items())
         self._next, self._ends = following, self._ends | ends
         return is_new
