@@ -304,8 +304,7 @@ def test_records_of_another_job_in_the_copy_are_not_used(root: Path) -> None:
 
 def test_doctor_says_how_much_is_copied(root: Path) -> None:
     def look() -> dict[str, str]:
-        done = call("doctor", f"file://{root}", "--json")
-        (found,) = [each for each in json.loads(done.stdout) if each["check"].startswith("second copy")]
+        (found,) = [each for name, each in doctor(f"file://{root}")[1].items() if name.startswith("second copy")]
         return {key: str(value) for key, value in found.items()}
 
     assert look()["verdict"] == "ok"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import time
@@ -138,8 +137,7 @@ def test_the_command_fails_when_the_newest_marker_cannot_be_restored(tmp_path: P
 def test_a_store_of_another_job_is_named_by_doctor_and_verify(tmp_path: Path) -> None:
     History(tmp_path / "job").generation(1, [1])
     uri, other = f"file://{tmp_path}/job", f"file://{tmp_path}/other"
-    done = call("doctor", uri, "--store", other, "--json")
-    found = {each["check"]: each for each in json.loads(done.stdout)}
+    _, found = doctor(uri, "--store", other)
     assert found["store"]["found"].startswith("the store holds nothing of this job")
     assert found["store"]["hint"].startswith("check --store, or omit it: the job keeps its markers in ")
     assert "second copy of control records" not in found
@@ -156,8 +154,7 @@ def test_doctor_and_list_agree_about_what_can_be_restored(tmp_path: Path) -> Non
     first.unlink()
     rows = ask("list", f"file://{job.root}", status=None)["markers"]
     assert [row["restorable"] for row in rows] == [False] * 4
-    arguments = ["doctor", f"file://{job.root}", "--store", str(job.root), "--json"]
-    found = {each["check"]: each for each in json.loads(call(*arguments).stdout)}
+    _, found = doctor(f"file://{job.root}", "--store", job.root)
     assert "without it no marker can be restored" in found["newest marker"]["hint"]
 
 
