@@ -196,7 +196,7 @@ def show(report: dict[str, Any]) -> None:
         print(f"  {name:28}{value:12.3g}")
     for name, value in report["parts"].items():
         if value is None or isinstance(value, float):
-            print(f"  {name:40}{'not measured' if value is None else f'{value:.2f}'}")
+            print(f"  {name:48}{'not measured' if value is None else f'{value:.2f}'}")
     print(f"{'ranks':>6} {'value':18}{'measured':>12}{'predicted':>12}{'ratio':>8}")
     for ranks, rows in report["check"].items():
         for name, row in rows.items():
