@@ -1,10 +1,12 @@
 """Continuous, bit-exact checkpoints for TorchRec: rows stream as they change, any marker restores on any plan."""
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from torchrec_stream_ckpt.errors import TORCH_HINT, ReplicaNotReadyError, StreamCkptError
 from torchrec_stream_ckpt.util.config import Source, StreamConfig, Takeover
+from torchrec_stream_ckpt.util.moved import MovedFinder
 from torchrec_stream_ckpt.util.types import Committed, MarkerId, MarkerReport, Restored
 from torchrec_stream_ckpt.util.version import __version__ as __version__
 
@@ -58,6 +60,8 @@ __all__ = [
     "sample_generator",
 ]
 
+
+sys.meta_path.append(MovedFinder())
 
 # Only training, and tables as tensors, need torch: the command line and the materializer read logs without it. What
 # describes a change is lazy for the sake of the command line's start.

@@ -106,6 +106,16 @@ def test_a_verb_and_an_option_that_are_misspelt_name_those_that_are_near() -> No
         (("list",), "Missing argument 'URI'", "stream-ckpt list --help"),
         (("broker", "start", "--nodes"), "No such option: --nodes", "stream-ckpt broker start --help"),
         (("--sore",), "No such option: --sore", "stream-ckpt --help"),
+        (
+            ("gc", "--engine", "local:2"),
+            "No such option: --engine",
+            "gc deletes in its own process: leave this option out",
+        ),
+        (
+            ("scrub", "--engine", "local:2"),
+            "No such option: --engine",
+            "scrub reads on threads of its own process: leave this option out",
+        ),
     ],
 )
 def test_a_wrong_call_is_one_line_and_what_to_try(arguments: tuple[str, ...], said: str, tried: str) -> None:

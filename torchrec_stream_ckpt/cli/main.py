@@ -78,6 +78,11 @@ ALSO_CALLED = {
     "env": "config",
 }
 """Name in other tools, or former name here -> verb."""
+REMOVED = {
+    ("gc", "--engine"): "gc deletes in its own process: leave this option out",
+    ("scrub", "--engine"): "scrub reads on threads of its own process: leave this option out",
+}
+"""(Verb, option that it had) -> what to do instead."""
 
 
 def says(verb: str) -> str:
@@ -152,7 +157,8 @@ def _as_one_line() -> Iterator[None]:
         origin = f" (from the environment variable {variable})" if variable is not None else ""
         typer.echo(f"Error: {error.format_message()}{origin}", err=True)
         path = error.ctx.command_path if error.ctx else "stream-ckpt"
-        typer.echo(f"Try: {path} --help", err=True)
+        hint = REMOVED.get((path.rpartition(" ")[2], getattr(error, "option_name", "")), f"{path} --help")
+        typer.echo(f"Try: {hint}", err=True)
         raise typer.Exit(error.exit_code) from None
 
 
