@@ -178,6 +178,10 @@ class Inside:
         """Markers that are cut within wait so long for the log."""
         return patch.object(self.coordinator, "_timeout_s", timeout_s)
 
+    def without_proofs(self) -> AbstractContextManager[object]:
+        """Markers that are cut within prove nothing."""
+        return patch.object(self.cuts, "_prover", None)
+
     # Parts of the capture, and faults in it.
 
     @property
