@@ -262,19 +262,32 @@ class CopiedRows:
         self._waits: list[tuple[torch.device, torch.cuda.Event]] = []
         for number, group in groupby(self._copies, lambda copy: copy[0].kernel):
             if number < 0:
-                for piece, (target,) in group:
-                    source = replicated[piece.position]
-                    _copy(source, piece.rows, target)
-                    self._note(source.device)
-                continue
-            kernel, (weights, states) = kernels[number], split.of(number)
-            with kernel.order.reading():
-                for piece, (first, *others) in group:
-                    at = piece.position
-                    _copy(weights[at], piece.rows, first, partial(kernel.newest, at))
-                    for state, target in zip(states[at], others, strict=True):
-                        _copy(state, piece.rows, target)
-                self._note(kernel.device)
+                self._copy_replicated(group, replicated)
+            else:
+                self._copy_kernel(kernels[number], group, *split.of(number))
+
+    def _copy_kernel(
+        self,
+        kernel: FusedKernel,
+        copies: Iterable[tuple[BlockRows, list[torch.Tensor]]],
+        weights: Sequence[torch.Tensor],
+        states: Sequence[tuple[torch.Tensor, ...]],
+    ) -> None:
+        with kernel.order.reading():
+            for piece, (first, *others) in copies:
+                at = piece.position
+                _copy(weights[at], piece.rows, first, partial(kernel.newest, at))
+                for state, target in zip(states[at], others, strict=True):
+                    _copy(state, piece.rows, target)
+            self._note(kernel.device)
+
+    def _copy_replicated(
+        self, copies: Iterable[tuple[BlockRows, list[torch.Tensor]]], tensors: Sequence[torch.Tensor]
+    ) -> None:
+        for piece, (target,) in copies:
+            source = tensors[piece.position]
+            _copy(source, piece.rows, target)
+            self._note(source.device)
 
     def _note(self, device: torch.device) -> None:
         """(GPU) Record an event after the copies so far on the current stream."""

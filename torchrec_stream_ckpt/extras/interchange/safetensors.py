@@ -97,14 +97,7 @@ def write_safetensors(
             files.append(open(folder / name, "wb"))  # noqa: SIM115
             places |= _begin(files[-1], shard, about)
         for reader in readers:
-            mine, ids = tensors[reader.spec.name], raw_ids.get(reader.spec.name)
-            for row0, rows in reader.windows():
-                arrays = _arrays(reader, reader.read(row0, rows), ids, len(mine))
-                for tensor, array in zip(mine, arrays, strict=True):
-                    place = places[tensor.name]
-                    place.file.seek(place.offset + row0 * tensor.row_bytes)
-                    place.file.write(array.tobytes())
-                progress(rows * reader.row_bytes)
+            _write_table(reader, tensors[reader.spec.name], places, raw_ids.get(reader.spec.name), progress)
     finally:
         for file in files:
             file.close()
@@ -189,3 +182,19 @@ def _begin(file: BinaryIO, shard: Sequence[_Tensor], about: dict[str, str]) -> d
     begin = file.tell()
     file.truncate(begin + end)
     return {tensor.name: _Slot(file, begin + offset) for tensor, offset in zip(shard, offsets, strict=True)}
+
+
+def _write_table(
+    reader: TableReader,
+    tensors: Sequence[_Tensor],
+    places: dict[str, _Slot],
+    raw_ids: Array | None,
+    progress: Callable[[int], None],
+) -> None:
+    for row0, rows in reader.windows():
+        window = reader.read(row0, rows)
+        for tensor, array in zip(tensors, _arrays(reader, window, raw_ids, len(tensors)), strict=True):
+            place = places[tensor.name]
+            place.file.seek(place.offset + row0 * tensor.row_bytes)
+            place.file.write(array.tobytes())
+        progress(rows * reader.row_bytes)
