@@ -213,15 +213,13 @@ def train_and_fail(settings: StreamConfig, told: Path) -> None:
 def stand_by(spec: Spec, settings: StreamConfig, folder: Path) -> Any:
     job = trainer(spec)
     checkpointer = jobs.attach(job, settings)
-    session = inside(checkpointer).session
-    load = session.newest_rows
 
-    def loading() -> Any:
+    def loading(load: Callable[[], Any]) -> Any:
         loaded = load()
         (folder / "fail").touch()
         return loaded
 
-    session.newest_rows = loading  # type: ignore[method-assign]
+    inside(checkpointer).at_newest_rows(loading)
     with checkpointer:
         try:
             restored = checkpointer.standby(Takeover(after_s=600.0, poll_s=0.05))

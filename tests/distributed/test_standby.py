@@ -196,15 +196,13 @@ def stand_by_new(
     job.step = 900
     zoo.train(job)
     with zoo.attach(job, settings, paranoid=False) as checkpointer:
-        session = inside(checkpointer).session
-        load = session.newest_rows
 
-        def loading() -> Any:
+        def loading(load: Callable[[], Any]) -> Any:
             found = load()
             (folder / "loaded").touch()
             return found
 
-        session.newest_rows = loading  # type: ignore[method-assign]
+        inside(checkpointer).at_newest_rows(loading)
         try:
             found = checkpointer.standby(takeover)
         except SchemaMismatchError as error:
@@ -270,16 +268,14 @@ def stand_by_in_vain(settings: StreamConfig, takeover: Takeover) -> tuple[list[i
     """A spare that is due at once, and whose store does not answer at first: generations that it has seen meanwhile."""
     job, seen = zoo.build(OLD, ALONE), list[int]()
     with zoo.attach(job, settings, paranoid=False) as checkpointer:
-        session = inside(checkpointer).session
-        load = session.newest_rows
 
-        def loading() -> Any:
+        def loading(load: Callable[[], Any]) -> Any:
             seen.append(newest(settings))
             if len(seen) < 4:
                 raise StoreUnavailableError("the store does not answer")
             return load()
 
-        session.newest_rows = loading  # type: ignore[method-assign]
+        inside(checkpointer).at_newest_rows(loading)
         found = checkpointer.standby(takeover)
         assert found is not None
         return seen, str(found.id)

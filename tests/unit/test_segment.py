@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -16,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, ROWWISE, table
-from tests.parts import Entry
+from tests.counting import CountingObjects
 from tests.stores import History, fold
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.frame import ALIGNMENT, MAX_FRAME_BYTES
@@ -416,40 +415,17 @@ ROWS = 8
 SMALL_CHUNK = 192
 
 
-class Counted:
+class Counted(CountingObjects):
     """A store that writes down what was read."""
 
     def __init__(self, objects: Objects) -> None:
-        self.url = objects.url
-        self._objects = objects
-        self._lock = threading.Lock()
+        super().__init__(objects)
         self.reads: list[tuple[str, int, int | None]] = []
 
     def read(self, name: str, begin: int = 0, end: int | None = None) -> memoryview:
         with self._lock:
             self.reads.append((name, begin, end))
-        return self._objects.read(name, begin, end)
-
-    def put(self, name: str, parts: Sequence[bytes]) -> None:
-        self._objects.put(name, parts)
-
-    def create(self, name: str, parts: Sequence[bytes]) -> bool:
-        return self._objects.create(name, parts)
-
-    def size(self, name: str) -> int | None:
-        return self._objects.size(name)
-
-    def list(self, prefix: str) -> Iterator[Entry]:
-        return self._objects.list(prefix)
-
-    def delete(self, name: str) -> None:
-        self._objects.delete(name)
-
-    def clear_leftovers(self) -> int:
-        return self._objects.clear_leftovers()
-
-    def close(self) -> None:
-        self._objects.close()
+        return super().read(name, begin, end)
 
 
 @pytest.fixture
