@@ -168,7 +168,7 @@ def month(page: Path) -> Table:
 
 
 def ways() -> dict[str, tuple[Requests, float]]:
-    """Of each way, requests of a month and bytes held at its end: the store's, whole copies, and differentials.
+    """Requests of a month and bytes held at its end, by way: the store's, whole copies, and differentials.
 
     Differentials hold the rows that changed since the last whole copy; a new one is due once they outgrow it.
     """

@@ -134,7 +134,7 @@ def on_host(costs: UnitCosts, cpu: dict[str, float], ranks: int, cores: float) -
 def predict(
     shape: Shape, ranks: int, off_s: float, dense_bytes: int, log_bytes: int, costs: dict[str, Costs]
 ) -> dict[str, float]:
-    """The same values from the model. It is told the step without streaming, and how long the log has become."""
+    """The same values from the model, which is given the step without streaming and the length of the log."""
     cores = float(os.cpu_count() or 1)
     work = shape.workload(ranks, off_s, dense_bytes)
     alone, cpu = costs["file"]

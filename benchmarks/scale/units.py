@@ -198,8 +198,11 @@ def parts(scratch: Path) -> dict[str, float]:
 
 
 def broker_produce(bootstrap: str, megabytes: int = 300) -> tuple[float, float]:
-    """Of what one producer gets acknowledged by the broker, through the log's own writer: megabytes a second, and
-    processor seconds of both for a gigabyte."""
+    """What a broker acknowledges to one producer, which is the log's own writer.
+
+    Returns:
+        Megabytes a second, and processor seconds of both for a gigabyte.
+    """
     payload = np.random.default_rng(0).integers(0, 256, MEGABYTE - 1000, np.uint8)
     log = open_log(f"kafka://{bootstrap}/produce")
     log.prepare(1)
