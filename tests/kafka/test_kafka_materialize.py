@@ -75,7 +75,7 @@ def test_a_broker_that_is_not_there_is_waited_for(victim: OwnBroker, tmp_path: P
         assert trouble["hint"]
         victim.begin()
         wait("the marker", has(output, "marker", marker="1:1"), output)
-        assert has(output, "recovered")()
+        wait("the end of that round", has(output, "recovered"), output)
     finally:
         process.kill()
         process.join()

@@ -59,6 +59,7 @@ def test_a_full_disk_is_outlasted(job: Job, serving: Callable[..., Path]) -> Non
             assert not list((disk / "store").rglob(".put-*"))
             ballast.unlink()
             wait("the fourth marker", has(output, "marker", marker="1:4"), output)
+            wait("the end of that round", has(output, "recovered"), output)
             kinds = [event["event"] for event in events_of(output)]
             assert kinds.count("trouble") == kinds.count("recovered") == 1, "it is said once"
             lineage, objects = Control(job.log).refresh(), open_store(str(disk / "store"))
