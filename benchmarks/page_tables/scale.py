@@ -11,7 +11,6 @@ CHECKED = {
     "bytes a step": ("step_bytes", 1e-6, "MB"),
     "step with streaming": ("step_s", 1e3, "ms"),
     "of which streaming added": ("added_s", 1e3, "ms"),
-    "mark to COMMIT": ("marker_s", 1e3, "ms"),
     "`mark()`, files": ("file_mark_s", 1e3, "ms"),
     "`mark()` to COMMIT, files": ("file_marker_s", 1e3, "ms"),
     "`mark()`, Kafka": ("kafka_mark_s", 1e3, "ms"),
@@ -20,7 +19,7 @@ CHECKED = {
     "restore, store": ("store_restore_s", 1e3, "ms"),
     "restore, HEAD": ("head_restore_s", 1e3, "ms"),
 }
-"""A row -> the value that was measured and predicted, and its unit. Older results have fewer."""
+"""A row -> the value that was measured and predicted, and its unit."""
 _OF_OTHERS = "added_s"
 """The difference of two other values."""
 
@@ -31,14 +30,13 @@ def check(page: Path) -> Table:
     jobs: dict[str, Any] = result.found["check"]
     ranks = [f"{each} rank{'s' * (each != '1')}" for each in jobs]
     found = [[f"{result.said(page)}: measured, predicted, predicted / measured", *ranks]]
-    checked = {name: row for name, row in CHECKED.items() if row[0] in jobs[min(jobs)]}
-    for name, (value, scale, unit) in checked.items():
+    for name, (value, scale, unit) in CHECKED.items():
         cells = [
             f"{scale * row['measured']:.1f}, {scale * row['predicted']:.1f} {unit}: {row['ratio']:.2f}"
             for row in (job[value] for job in jobs.values())
         ]
         found.append([name, *cells])
-    ratios = [[job[value]["ratio"] for value, _, _ in checked.values() if value != _OF_OTHERS] for job in jobs.values()]
+    ratios = [[job[value]["ratio"] for value, _, _ in CHECKED.values() if value != _OF_OTHERS] for job in jobs.values()]
     near = [f"{sum(0.75 <= each <= 1.25 for each in of_job)} of {len(of_job)}" for of_job in ratios]
     return [*found, ["within 25%, without what streaming added", *near]]
 

@@ -150,9 +150,7 @@ def predict(
     found = {"step_bytes": num_bytes, "step_s": step_s, "added_s": step_s - off_s}
     for log, (its, its_cpu) in costs.items():
         shared, where = on_host(its, its_cpu, ranks, cores), Deployment(log=log, replication=1)
-        # Without a free core, mark() competes with the rows of the step before it.
-        queued_s = num_bytes * its_cpu["publish_s_per_byte"] / cores if ranks >= cores else 0.0
-        found[f"{log}_mark_s"] = mark_time(work, shared) + queued_s
+        found[f"{log}_mark_s"] = mark_time(work, shared)
         found[f"{log}_marker_s"] = commit_time(work, where, shared)
     return found | {
         "log_restore_s": fixed_s + log_bytes / ranks * here.log_s_per_byte + frames * here.read_frame_s,
