@@ -338,12 +338,19 @@ def test_how_far_the_model_of_scale_is_off_in_words() -> None:
     }
     names = [name for name in off if name != "added_s"]
     near = [0.75 <= 1 / each <= 1.25 for name in names for each in off[name].values()]
+    commits = [*off["file_marker_s"].values(), *off["kafka_marker_s"].values()]
+    restores = [each for name in names if "restore" in name for each in off[name].values()]
     said: dict[str, Iterable[float]] = {
-        r"not\*\*: (\d+) of the (\d+) values above are within 25%": [sum(near), len(near)],
-        r"\*restore, store\* takes ([\d.]+) to ([\d.]+) times as long": _ends(off["store_restore_s"].values()),
-        r"\*restore, log\* on 2 and 4 ranks ([\d.]+) to ([\d.]+) times": _ends(
-            off["log_restore_s"][each] for each in ("2", "4")
-        ),
+        r"(\d+) of the (\d+) values above are within 25%": [sum(near), len(near)],
+        r"up to ([\d.]+) times as long as predicted over files and ([\d.]+) to ([\d.]+) times over Kafka": [
+            max(off["file_mark_s"].values()),
+            *_ends(off["kafka_mark_s"].values()),
+        ],
+        r"COMMIT, Kafka\* takes on 4 ranks ([\d.]+) times": [off["kafka_marker_s"]["4"]],
+        r"store\* takes on one rank ([\d.]+) times as long as predicted, \*restore, log\* ([\d.]+) times": [
+            off["store_restore_s"]["1"],
+            off["log_restore_s"]["1"],
+        ],
         r"added\* is ([\d.]+) to ([\d.]+) times the prediction": _ends(off["added_s"].values()),
         r"frames of 1 MB: (\d+) MB/s. CRC-32C (\d+) GB/s, append ([\d.]+) GB/s, .* a megabyte ([\d.]+) ms": [
             parts["broker_produce_megabytes_a_second"],
@@ -353,20 +360,21 @@ def test_how_far_the_model_of_scale_is_off_in_words() -> None:
         ],
     }
     check_sentences("benchmarks/scale/README.md", said)
-    markers = [off["marker_s"][ranks] for ranks in ("1", "2", "4")]
-    pattern = r"([\d.]+), ([\d.]+) and ([\d.]+) times as long as predicted"
-    check_sentences("benchmarks/scale/README.md", {f"takes {pattern} on 1, 2 and 4 ranks": markers})
-    check_sentences(
-        "docs/sizing.md",
-        {
-            rf"(\d+) of 18, and there markers took {pattern} \((\d+) to (\d+) ms\), restores up to ([\d.]+) times": [
-                sum(near),
-                *markers,
-                *_ends(1e3 * job["marker_s"]["measured"] for job in jobs.values()),
-                max(each for name in names if "restore" in name for each in off[name].values()),
-            ]
-        },
-    )
+    times = [1e3 * job[name]["measured"] for job in jobs.values() for name in ("file_marker_s", "kafka_marker_s")]
+    said = {
+        r"\(2026-11-29\) (\d+) of (\d+)\. There commits": [sum(near), len(near)],
+        r"commits took ([\d.]+) to ([\d.]+) times as long as predicted \((\d+) to (\d+) ms\)": [
+            *_ends(commits),
+            *_ends(times),
+        ],
+        r"restores ([\d.]+) to ([\d.]+) times": _ends(restores),
+        r"up to ([\d.]+) times over files and up to ([\d.]+) times over Kafka": [
+            max(off["file_mark_s"].values()),
+            max(off["kafka_mark_s"].values()),
+        ],
+        r"adds to a step was ([\d.]+) to ([\d.]+) times the prediction": _ends(off["added_s"].values()),
+    }
+    check_sentences("docs/sizing.md", said)
 
 
 def test_what_the_performance_page_says_of_synthetic_runs() -> None:
