@@ -20,7 +20,7 @@ from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.record import PIN, Meta, meta_of
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
-from torchrec_stream_ckpt.save.marker_notes import given
+from torchrec_stream_ckpt.save.marker_notes import agreed, given
 from torchrec_stream_ckpt.store.pins import pin, pinned
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -76,6 +76,16 @@ def test_what_a_marker_cannot_hold_is_refused_with_its_name(meta: object, pin: o
     with pytest.raises(ConfigError, match=why) as refused:
         given(meta, pin)  # type: ignore[arg-type]
     assert refused.value.hint
+
+
+def test_a_rank_may_repeat_the_pin_alone_or_the_values_alone_and_nothing_else() -> None:
+    first = given({"auc": 0.5}, "keep")
+    repeats = [given(None, None), given(None, "keep"), given({"auc": 0.5}, None), first]
+    assert agreed([first, *repeats]) == first
+    others = [(first, given(None, "other")), (first, given({"auc": 0.7}, "keep")), (given(None, "keep"), first)]
+    for one, other in [*others, (given({"auc": 0.5}, None), given(None, "keep"))]:
+        with pytest.raises(ConfigError, match="the ranks pass different meta or pin for this marker"):
+            agreed([one, other])
 
 
 def test_numbers_of_numpy_are_held_as_numbers_and_why_it_is_pinned_among_them() -> None:

@@ -42,14 +42,14 @@ def agreed(said: Sequence[Meta | StreamCkptError]) -> Meta:
         said: Result of :func:`said_here` on each rank.
 
     Raises:
-        StreamCkptError: The error of a rank, or a rank gives metadata that differs from rank 0's.
+        StreamCkptError: The error of a rank, or a rank gives metadata or a pin that differs from rank 0's.
     """
     for each in said:
         if isinstance(each, StreamCkptError):
             raise each
     metas = [each for each in said if not isinstance(each, StreamCkptError)]
     for rank, each in enumerate(metas):
-        if each and each != metas[0]:
+        if any(part and part != first for part, first in zip(_parts(each), _parts(metas[0]), strict=True)):
             raise ConfigError(
                 f"the ranks pass different meta or pin for this marker: rank 0 {_in_words(metas[0])}, rank "
                 f"{rank} {_in_words(each)}",
@@ -106,6 +106,11 @@ def note(tier: Tier, job: bytes, marker: MarkerId, meta: Meta, timeout_s: float)
         pin(tier.objects, job, marker, folded=False)
     record = Note(job, marker.generation, marker.marker, meta, uuid.uuid4().hex, time.time())
     tier.control.note(record, timeout_s)
+
+
+def _parts(meta: Meta) -> tuple[Meta, Meta]:
+    """Split into the values of ``meta`` and the pin: a rank may give one of them alone."""
+    return tuple(value for value in meta if value[0] != PIN), tuple(value for value in meta if value[0] == PIN)
 
 
 def _in_words(meta: Meta) -> str:
