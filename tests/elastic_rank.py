@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torchrec_stream_ckpt.recipes import proof
 from torchrec_stream_ckpt.recipes.demo import use_randomness
 
-MARKER_EVERY = 10
+MARKER_EVERY = 4
 REST_S = 0.02  # after each step: it trains on while nodes come and go, and others need the machine
 TRUTHS_KEPT = 100  # steps: many more than pass before a marker is committed
 
