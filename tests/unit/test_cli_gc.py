@@ -233,10 +233,10 @@ def test_over_kafka_a_commit_without_a_store_is_an_error(history: History) -> No
 
 
 def test_a_store_without_markers_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(MarkerNotFoundError, match="this store has no markers"):
+    with pytest.raises(MarkerNotFoundError, match="no marker was folded into this store"):
         run("gc", "--no-log", "--store", str(tmp_path / "mistyped"), "--newest", "1")
     prepare_store(open_store(str(tmp_path / "empty")))
-    with pytest.raises(MarkerNotFoundError, match="this store has no markers"):
+    with pytest.raises(MarkerNotFoundError, match="no marker was folded into this store"):
         run("gc", "--no-log", "--store", str(tmp_path / "empty"))
 
 

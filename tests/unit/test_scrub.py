@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests import stores
+from tests.command import ask
 from tests.faults.disks import CannotMount, fill, small_disk
-from tests.parts import Dropped, FileLog, FolderObjects, GcRules, Policy, Retention, Scrubber, collect
+from tests.parts import Dropped, FileLog, FolderObjects, GcRules, Policy, Retention, Scrubber, collect, prepare_store
 from tests.processes.test_scrub_kills import read_names
 from tests.stores import HeldObjects, History, contents
 from tests.synthetic import JOB, Job
@@ -189,6 +190,41 @@ def test_dense_state_that_a_trainer_has_put_here_is_read_before_there_is_a_manif
     found: list[str] = []
     list(_noting(history, found).pieces())
     assert found == [str(path.relative_to(tmp_path))]
+
+
+@pytest.fixture
+def unfolded(tmp_path: Path) -> History:
+    """Three markers with dense state in the log's folder, where no row was folded."""
+    history = History(tmp_path / "unfolded")
+    history.generation(1, range(1, 4))
+    return history
+
+
+def test_dense_state_is_read_before_a_row_was_folded(unfolded: History) -> None:
+    uri, job = f"file://{unfolded.root}", unfolded.lineage.job
+    for store in ((), ("--store", str(unfolded.root))):
+        (record,) = ask("scrub", uri, *store)
+        assert (record["objects"], record["damaged"]) == (3, [])
+    harm(unfolded.root / dense_name(job, MarkerId(1, 1)) / ".metadata")
+    shutil.rmtree(unfolded.root / dense_name(job, MarkerId(1, 2)))
+    wanted = [f"{dense_name(job, MarkerId(1, number))}/.metadata" for number in (1, 2)]
+    (record,) = ask("scrub", uri, status=1)
+    assert [(each["name"], each["state"]) for each in record["damaged"]] == [(name, "damaged") for name in wanted]
+    (record,) = ask("scrub", uri, "--repair", status=1)
+    assert [(each["name"], each["state"]) for each in record["damaged"]] == [(name, "lost") for name in wanted]
+    verdicts = {each["marker"]: each["verdict"] for each in ask("verify", uri, "--all", status=1)}
+    assert verdicts == {"1:1": "damaged", "1:2": "damaged", "1:3": "whole"}
+
+
+def test_dense_state_alone_cannot_be_compared_without_its_log(unfolded: History) -> None:
+    store = str(unfolded.root)
+    with pytest.raises(MarkerNotFoundError, match="no marker was folded into this store"):
+        invoke("--no-log", "--store", store)
+    for _ in range(2):  # without the store's format, and with it, as a trainer prepares a bucket
+        with pytest.raises(MarkerNotFoundError, match="only the log has the digests of dense state") as told:
+            invoke("--no-log", "--store", store, "--job", unfolded.lineage.job.hex())
+        assert told.value.hint == "pass the log's URI in place of --no-log"
+        prepare_store(unfolded.objects)
 
 
 # The place.
@@ -370,7 +406,7 @@ def test_calls_that_are_wrong_are_refused(job: Job, tmp_path: Path) -> None:
         invoke(log, "--store", str(tmp_path / "mistyped"))
     with pytest.raises(MarkerNotFoundError, match="no log here"):
         invoke(f"file://{tmp_path}/nothing")
-    with pytest.raises(MarkerNotFoundError, match="this store has no markers"):
+    with pytest.raises(MarkerNotFoundError, match="no marker was folded into this store"):
         invoke("--no-log", "--store", str(tmp_path / "mistyped"))
     with pytest.raises(MarkerNotFoundError, match="holds nothing of job"):
         invoke("--no-log", "--store", store, "--job", "0" * 32)

@@ -248,12 +248,20 @@ def _total(objects: Objects, job: bytes) -> int:
 
 
 def _scrub_alone(run: _Run, objects: Objects, job: bytes) -> _Result:
-    if not check_store(objects) or not has_job(objects, job):
+    check_store(objects)
+    if not has_job(objects, job):
         raise MarkerNotFoundError(
             f"the store holds nothing of job {job.hex()}", hint="check --store and --job", store=objects.url
         )
+    lineage = Catalog.load(objects, job).lineage()
+    if not lineage.commits:
+        raise MarkerNotFoundError(
+            f"no marker of job {job.hex()} was folded into the store, and only the log has the digests of dense state",
+            hint="pass the log's URI in place of --no-log",
+            store=objects.url,
+        )
     with ThreadPoolExecutor(_THREADS) as pool:
-        return run.scrub(objects, Catalog.load(objects, job).lineage(), pool, None)
+        return run.scrub(objects, lineage, pool, None)
 
 
 def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None) -> _Result:
@@ -262,7 +270,8 @@ def _scrub_job(run: _Run, job: Job, access: Access, uri: str, named: str | None)
     objects = job.objects
     if run.repair and (aside := ScrubMender.mend_format(objects)):
         typer.echo(f"repaired: the store's format, of which one byte was altered; kept as {aside}", err=True)
-    if not check_store(objects, mend=run.repair) or not has_job(objects, job.lineage.job):
+    check_store(objects, mend=run.repair)
+    if not has_job(objects, job.lineage.job):  # before the first fold a folder has dense state, and no format
         raise MarkerNotFoundError(
             "the store holds nothing of this job",
             hint="check --store, or fill it with stream-ckpt materialize URI --store URL",

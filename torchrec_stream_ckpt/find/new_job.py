@@ -122,7 +122,7 @@ def examine_conditions(objects: Objects) -> Finding:
     except StreamCkptError as error:
         return Finding(check, f"unknown, because the store was not checked: {error.headline}")
     if refuses is None:
-        return Finding(check, "unknown, because nothing was written to the store")
+        return Finding(check, "unknown, because nothing was folded into the store")
     return _conditional_puts(check, f"{objects.url} refuses a name that exists", refuses=refuses)
 
 

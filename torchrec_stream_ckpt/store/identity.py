@@ -257,5 +257,9 @@ def some_jobs_in(objects: Objects) -> list[bytes]:
     """
     jobs = sorted(jobs_in(objects))
     if not jobs:
-        raise MarkerNotFoundError("this store has no markers", hint="check the store's URL", store=objects.url)
+        raise MarkerNotFoundError(
+            "no marker was folded into this store",
+            hint="check the store's URL; markers that were never folded need their log",
+            store=objects.url,
+        )
     return jobs

@@ -152,9 +152,8 @@ class ScrubReader:
         These have a manifest, or their trainer has put their dense state here. For a marker without a manifest, the
         materializer may be copying it right now.
         """
-        here = {found.marker for found in names_in(self._objects, DENSE_DIR, self.catalog.job, parse_marker_object)}
         commits, home = self.lineage.commits, "" if self._objects.size(IDENTITY_FILE) is not None else None
-        kept = {marker for marker in here & commits.keys() if commits[marker].store in (self._objects.url, home)}
+        kept = {marker for marker, commit in commits.items() if commit.store in (self._objects.url, home)}
         return set((self.catalog.markers & commits.keys() | kept) - self.catalog.dropped)
 
     def listed(self) -> set[str]:
