@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests import stores
-from tests.command import ask
+from tests.command import ask, doctor
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.parts import Dropped, FileLog, FolderObjects, GcRules, Policy, Retention, Scrubber, collect, prepare_store
 from tests.processes.test_scrub_kills import read_names
@@ -225,6 +225,18 @@ def test_dense_state_alone_cannot_be_compared_without_its_log(unfolded: History)
             invoke("--no-log", "--store", store, "--job", unfolded.lineage.job.hex())
         assert told.value.hint == "pass the log's URI in place of --no-log"
         prepare_store(unfolded.objects)
+
+
+def test_a_log_in_which_no_job_has_begun_is_no_crash(tmp_path: Path) -> None:
+    FileLog(tmp_path).prepare(1)
+    uri = f"file://{tmp_path}"
+    assert ask("list", uri)["markers"] == []
+    assert doctor(uri)[1]["newest marker"]["found"] == "no marker is committed"
+    for store in ((), ("--store", str(tmp_path))):
+        with pytest.raises(MarkerNotFoundError, match="this job has no committed marker"):
+            ask("verify", uri, *store)
+        with pytest.raises(MarkerNotFoundError, match="no job has begun in this log"):
+            ask("scrub", uri, *store)
 
 
 # The place.

@@ -144,7 +144,14 @@ class Lineage:
 
     @property
     def job(self) -> bytes:
-        return next(iter(self.claims.values())).job
+        """Id of the job.
+
+        Raises:
+            MarkerNotFoundError: the log has no CLAIM, so no job has begun in it.
+        """
+        for claim in self.claims.values():
+            return claim.job
+        raise MarkerNotFoundError("no job has begun in this log", hint="let the job run until it commits a marker")
 
     @property
     def newest_generation(self) -> int:
