@@ -25,8 +25,8 @@ GPU_PY ?= python3
 export PYTHON
 
 .DEFAULT_GOAL := help
-.PHONY: help setup try demo demo-kafka demo-bucket demo-evolve demo-serve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds fuzz chaos coverage \
-  lint docs deploy-check wheels bench bench-quick bench-age bench-pages proof lock clean kafka-tools host-tools browser-tools test-tools compiled
+.PHONY: help setup try demo demo-kafka demo-bucket demo-evolve demo-serve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds test-ray fuzz chaos \
+  coverage lint docs deploy-check wheels bench bench-quick bench-age bench-pages proof lock clean kafka-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -146,7 +146,8 @@ wheels: $(STAMP) ## Build the pure wheel and the manylinux one, with the kernel,
 	@rm dist/*-linux_*.whl && ls dist/*.whl
 
 # What cases file by more than one program: "make bench" runs it all, BENCH=dense run.py alone, BENCH=dense/weak that one.
-BENCH_MORE := dense/weak dense/pymm dense/sizes thesis/parts tiers/ranks tiers/restarts recovery/counts recovery/figures proof/costs proof/terabyte
+BENCH_MORE := dense/balance dense/lazy dense/pymm dense/sizes dense/weak proof/costs proof/ettr proof/terabyte recovery/counts recovery/figures \
+  recovery/front restore/small stream/behind thesis/parts tiers/ranks tiers/restarts
 BENCH_SCRIPTS = $(if $(findstring /,$(BENCH)),benchmarks/$(BENCH).py,benchmarks/$(BENCH)/run.py \
   $(if $(filter *,$(BENCH)),$(BENCH_MORE:%=benchmarks/%.py)))
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -63,3 +66,15 @@ def test_another_commit_or_other_options_are_run_and_so_is_what_has_changes_besi
 def test_a_case_that_is_not_there_is_named() -> None:
     with pytest.raises(SystemExit, match=r"make bench: no benchmarks/gone/run\.py"):
         whole.main(["benchmarks/limits/run.py", "benchmarks/gone/run.py", "--", "--quick"])
+
+
+def test_make_bench_runs_every_program_that_takes_quick() -> None:
+    """Except the page of the proof, which ``make proof`` writes."""
+    environ = {name: text for name, text in os.environ.items() if name not in {"BENCH", "MAKEFLAGS"}}
+    called = subprocess.run(["make", "-n", "bench"], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    (line,) = re.findall(r"whole\.py (.*) --", called.stdout)
+    run = sorted(path.relative_to(ROOT) for word in line.split() for path in ROOT.glob(word))
+    takes_quick = re.compile(r"= parse\(|\"--quick\"")
+    programs = sorted(ROOT.glob("benchmarks/*/*.py"))
+    quick = [each for each in programs if "__main__" in each.read_text() and takes_quick.search(each.read_text())]
+    assert [*map(str, run)] == [str(each.relative_to(ROOT)) for each in quick if each.name != "page.py"]
