@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.distributed import sharding_plan
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.mc_embedding import ManagedCollisionEmbeddingCollectionSharder
@@ -213,12 +215,25 @@ def job(
         if kind == "bag"
         else ManagedCollisionEmbeddingCollectionSharder(EmbeddingCollectionSharder(fused_params=fused))
     )
-    dmp = wrapped(net, {name: row_wise(num_buckets=buckets) for name, *_ in TABLES}, sharder, part="mc")
+    dmp = wrapped(net, {name: _by_buckets(buckets) for name, *_ in TABLES}, sharder, part="mc")
     keyed = KeyedOptimizerWrapper(
         dict(in_backward_optimizer_filter(dmp.named_parameters())), lambda p: torch.optim.Adam(p, lr=0.01)
     )
     torch.manual_seed(100 + dist.get_rank())
     return Job(dmp, CombinedOptimizer([dmp.fused_optimizer, keyed]), keyed._optimizer, weighted)
+
+
+def _by_buckets(buckets: int | None) -> Callable[..., Any]:
+    """``row_wise`` with shards of whole buckets. An older TorchRec has that below ``row_wise`` only."""
+    if "num_buckets" in inspect.signature(row_wise).parameters:
+        return row_wise(num_buckets=buckets)
+    inner, split = row_wise(), partial(sharding_plan.calculate_shard_sizes_and_offsets, num_buckets=buckets)
+
+    def generate(*arguments: Any) -> Any:
+        with patch.object(sharding_plan, "calculate_shard_sizes_and_offsets", split):
+            return inner(*arguments)
+
+    return generate
 
 
 def batch(step: int, *, weighted: bool, int64_ends: bool = False) -> KeyedJaggedTensor:

@@ -3,7 +3,8 @@
 Inside ``with trainable() as clock:`` modules of hash ZCH train as they do on a GPU, one id after the other. Each rank
 that trains enters it, before its first step. ``clock.hour`` is the hour by which eviction policies count; only the test
 moves it. What reads (eval mode, ``_readonly`` features) goes to FBGEMM's own kernel; ``tests/unit/test_hash_zch.py``
-compares both. The product has no part of this.
+compares both. The product has no part of this. TorchRec's calls of the operator are told by ``exp_hours``, which only
+TorchRec passes; all others go to FBGEMM as well.
 
 A GPU takes the ids of a batch in any order; this is one of those orders. ``runtime_meta`` is written here as TorchRec
 describes it (how often an id was seen while it had its row), since no source of that kernel is public.
@@ -17,13 +18,15 @@ from dataclasses import dataclass
 from typing import Any
 from unittest.mock import patch
 
+import fbgemm_gpu  # noqa: F401
 import numpy as np
 import torch
 from torchrec.modules import hash_mc_evictions
-from torchrec.modules.hash_mc_modules import HashZchManagedCollisionModule
 
 FREE = -1
 """Identity and metadata of a row without an owner."""
+
+_OPERATOR = torch.ops.fbgemm.zero_collision_hash
 
 
 @dataclass
@@ -41,14 +44,17 @@ def trainable(hour: int = 1000) -> Iterator[Clock]:
     """Let modules of hash ZCH in this process train on a CPU."""
     clock = Clock(hour)
     with (
-        patch.object(HashZchManagedCollisionModule, "_zero_collision_hash", _answer),
+        patch.object(torch.ops.fbgemm, "zero_collision_hash", _answer),
         patch.object(hash_mc_evictions, "time", clock),
     ):
         yield clock
 
 
-def _answer(_: HashZchManagedCollisionModule, **call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+def _answer(*positional: Any, **call: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Do what the operator does on a GPU: the row of each id, and the rows that have changed hands."""
+    if "exp_hours" not in call:
+        found: tuple[torch.Tensor, torch.Tensor] = _OPERATOR(*positional, **call)
+        return found
     rows = len(call["identities"])
     first, last = call["offsets"], call["offsets"] + call["local_sizes"]
     if ((first < 0) | (last > rows)).any():
@@ -61,13 +67,13 @@ def _read(call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """FBGEMM's kernel, without the arguments that only a GPU takes: it reads none of them, either."""
     ignored = {"metadata": None, "input_metadata": None, "eviction_threshold": -1, "opt_in_rands": None}
     certain = {"opt_in_prob": 50} if call["opt_in_prob"] == 100 else {}
-    return torch.ops.fbgemm.zero_collision_hash(**call | ignored | certain)
+    return _OPERATOR(**call | ignored | certain)
 
 
 def _hashed(ids: torch.Tensor, sizes: torch.Tensor) -> list[int]:
     """The hash of each id modulo a size, from FBGEMM's kernel: where it points if it may not probe at all."""
     nothing = torch.full((max(1, int(sizes.max())), 1), FREE) if len(ids) else torch.empty(0, 1, dtype=torch.int64)
-    found, _ = torch.ops.fbgemm.zero_collision_hash(
+    found, _ = _OPERATOR(
         ids, nothing, 0, circular_probe=True, readonly=True, local_sizes=sizes, offsets=torch.zeros_like(sizes)
     )
     return found.tolist()

@@ -40,7 +40,7 @@ def built(**more: Any) -> HashZchManagedCollisionModule:
 def remapped(module: HashZchManagedCollisionModule, ids: list[int]) -> list[int]:
     """The row of each id, -1 for one that has none."""
     features = {"f": JaggedTensor(torch.tensor(ids, dtype=torch.int64), lengths=torch.ones(len(ids)).long())}
-    if not module.disable_fallback:
+    if not module._disable_fallback:
         return module.remap(features)["f"].values().tolist()
     # Such a module leaves ids without a row out. So each is asked alone.
     found = []
