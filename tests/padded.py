@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -73,6 +75,17 @@ def read(log: FileLog, stream: Publisher, *, generation: int = 1) -> tuple[list[
     assert found[-1][0] is Kind.MARK
     assert found[0][0] is Kind.HELLO
     return found, padding
+
+
+@contextmanager
+def file_limit(num_bytes: int) -> Iterator[None]:
+    """No file of this process can grow beyond a size: the kernel itself refuses the rest."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 def short(calls: list[int]) -> Callable[..., int]:

@@ -7,15 +7,17 @@ import os
 import random
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.padded import at_page, inside_a_block, read, send, short
+from tests.padded import at_page, file_limit, inside_a_block, read, send, short
 from tests.parts import FileLog
 from tests.sampled import sampled
+from torchrec_stream_ckpt.errors import LogUnavailableError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.padding import BLOCK, BUFFER_BYTES, LEAST_BYTES, MOST_SHARE, gap
 from torchrec_stream_ckpt.log import direct, file_writer, publisher
@@ -99,6 +101,37 @@ def test_direct_and_buffered_streams_have_the_same_frames(
     assert fault == "none" or calls
     if fault == "refused":
         assert first.writes.endswith("refuses direct writes: Invalid argument)")
+
+
+@pytest.mark.parametrize("inside", [BLOCK, 100])
+def test_a_limit_on_file_sizes_is_named_and_not_taken_for_a_refusal(
+    inside: int, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 gives EINVAL for a direct write over a limit that ends inside a block."""
+    assert not direct.refusal(disk)
+    log = FileLog(disk, direct=True)
+    log.prepare(1)
+    monkeypatch.setattr(file_writer, "SEGMENT_BYTES", 2**30)
+    with closing(log.open_writer(1, 0, 0)) as writer, file_limit(5 * BUFFER_BYTES + inside):
+        for _ in range(5):
+            writer.send(memoryview(at_page(BUFFER_BYTES)))
+            writer.poll(60)
+        writer.send(memoryview(at_page(BUFFER_BYTES)))
+        with pytest.raises(LogUnavailableError, match=os.strerror(errno.EFBIG)) as told:
+            writer.poll(60)
+        assert writer.how == "direct"
+        assert "ulimit -f" in (told.value.hint or "")
+    history = [(Kind.ROWS, 999_872, 5)] * 3
+    stream = send(log, history, aligned=True, generation=2)
+    assert stream.writes == "direct"
+    assert read(log, stream, generation=2)[1]
+
+
+@pytest.mark.parametrize("inside", [0, 100])
+def test_a_folder_under_a_limit_on_file_sizes_does_not_refuse_direct_writes(inside: int, disk: Path) -> None:
+    with file_limit(inside), pytest.raises(OSError, match=os.strerror(errno.EFBIG)):
+        direct.refusal(disk)
+    assert list(disk.iterdir()) == []
 
 
 @pytest.mark.parametrize("shift", [64, 512])

@@ -17,10 +17,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.padded import inside_a_block, short
+from tests.padded import file_limit, inside_a_block, short
+from torchrec_stream_ckpt.dense import hashed_file
 from torchrec_stream_ckpt.dense.dcp import DenseReader, load_here, save_together
 from torchrec_stream_ckpt.dense.hashed_file import PIECE_BYTES, HashedFile
 from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.save.failed_markers import why_not_saved
 
 SIZES = (0, 1, 64, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 64)
@@ -126,6 +128,23 @@ def test_an_error_of_the_disk_fails_the_save_with_its_name(
     monkeypatch.undo()
     files = save_together({"first": torch.rand(2_000_000)}, disk / "dense", alone, direct=True)  # over what is left
     assert files == digest_files(disk / "dense", [".metadata", "__0_0.distcp"])
+
+
+@pytest.mark.parametrize("inside", [BLOCK, 100])
+def test_a_limit_on_file_sizes_is_named_and_not_taken_for_a_refusal(
+    inside: int, disk: Path, alone: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ext4 gives EINVAL for a direct write over a limit that ends inside a block."""
+    said: list[str] = []
+    monkeypatch.setattr(hashed_file, "_warn", said.append)
+    state = {"first": torch.rand(2_000_000)}
+    with file_limit(2 * PIECE_BYTES + inside), pytest.raises(RuntimeError) as caught:
+        save_together(state, disk / "dense", alone, direct=True)
+    assert os.strerror(errno.EFBIG) in why_not_saved(caught.value, "file:///store")
+    assert os.strerror(errno.EINVAL) not in why_not_saved(caught.value, "file:///store")
+    files = save_together(state, disk / "dense", alone, direct=True)
+    assert files == digest_files(disk / "dense", [".metadata", "__0_0.distcp"])
+    assert said == []
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -101,30 +101,39 @@ class HashedFile(io.BufferedIOBase):
 
     def _put(self, data: memoryview) -> None:
         try:
-            rest = self._put_blocks(data) if self._direct and len(data) == PIECE_BYTES else [data]
-            if rest:
-                self._pass_cache(False)
-                os.lseek(self._fd, self._written + len(data) - sum(map(len, rest)), os.SEEK_SET)
-                write_all(self._fd, rest)
+            if self._direct and len(data) == PIECE_BYTES:
+                self._put_blocks(data)
+            else:
+                self._put_buffered([data], self._written + len(data))
         except OSError as error:
             self.failure = error
             raise
         self._written += len(data)
 
-    def _put_blocks(self, piece: memoryview) -> list[memoryview]:
-        """Write a piece past the page cache. Returns the rest that must go through it."""
+    def _put_blocks(self, piece: memoryview) -> None:
+        """Write a piece past the page cache, or what cannot be written so through it."""
+        rest, refusal = [piece], None
         if self._written % BLOCK:
             self._direct = False
-            return [piece]
-        try:
-            self._pass_cache(True)
-            return write_blocks(self._fd, [piece], self._written)
-        except OSError as error:
-            if error.errno not in REFUSALS:
-                raise
+        else:
+            try:
+                self._pass_cache(True)
+                rest = write_blocks(self._fd, [piece], self._written)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                refusal = error
+        if rest:
+            self._put_buffered(rest, self._written + len(piece))
+        if refusal is not None:
             self._direct = False
-            _warn(refused(file_system(self._path.parent), error))
-            return [piece]
+            _warn(refused(file_system(self._path.parent), refusal))
+
+    def _put_buffered(self, parts: list[memoryview], end: int) -> None:
+        """Write parts that end at file offset ``end`` through the page cache."""
+        self._pass_cache(False)
+        os.lseek(self._fd, end - sum(map(len, parts)), os.SEEK_SET)
+        write_all(self._fd, parts)
 
     def _pass_cache(self, passes: bool) -> None:
         """Write past the page cache from here on, or through it. The path is not opened again: it may be another's."""

@@ -26,7 +26,8 @@ DIRECT = "direct"
 BUFFERED = "buffered"
 _IN_MEMORY = ("tmpfs", "ramfs")
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system that cannot write past the page cache. All others are those of any write."""
+"""Errors of a file system that cannot write past the page cache, if it then takes the same bytes through it. All others
+are those of any write. Before a limit on file sizes (RLIMIT_FSIZE) that ends inside a block, ext4 gives EINVAL too."""
 
 
 def in_memory(folder: Path) -> str:
@@ -42,7 +43,8 @@ def refusal(folder: Path) -> str:
     Writes one block into a file and deletes it.
 
     Raises:
-        OSError: no file can be written there in either way.
+        OSError: no file can be written there in either way. A limit on file sizes that ends inside a block looks like a
+            refusal to a direct write; only the other way names it.
     """
     if reason := in_memory(folder):
         return reason
@@ -56,9 +58,10 @@ def refusal(folder: Path) -> str:
         finally:
             os.close(fd)
     except OSError as error:
-        if error.errno in REFUSALS:
-            return refused(kind, error)
-        raise
+        if error.errno not in REFUSALS:
+            raise
+        path.write_bytes(bytes(BLOCK))
+        return refused(kind, error)
     finally:
         path.unlink(missing_ok=True)
     return ""

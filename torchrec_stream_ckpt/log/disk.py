@@ -120,6 +120,7 @@ def unavailable(what: str, path: Path, error: OSError) -> LogUnavailableError:
     """Return the error for an operating system error about a log in a folder."""
     hints = {
         errno.ENOSPC: "free space on that file system",
+        errno.EFBIG: "raise this process's limit on file sizes: ulimit -f unlimited",
         errno.EACCES: "run as the owner of the folder and of its lock file, or check their modes",
         errno.EROFS: "mount the file system for writing, or choose another folder: it is read-only",
         errno.ENOENT: "check the path: nothing was written there yet, or it was deleted",

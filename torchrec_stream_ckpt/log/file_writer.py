@@ -187,17 +187,19 @@ class FileWriter:
             return
         position = self._end - self._base
         for whole_blocks, run in runs(parts, position):
-            rest = run
+            rest, refusal = run, None
             if whole_blocks and self._direct:
                 try:
                     rest = write_blocks(self._direct_fd, run, position)
                 except OSError as error:
                     if error.errno not in REFUSALS:
                         raise
-                    self._refuse_direct(error)
+                    refusal = error
             num_bytes = sum(map(len, run))
             os.lseek(self._fd, position + num_bytes - sum(map(len, rest)), os.SEEK_SET)
-            write_all(self._fd, rest)
+            write_all(self._fd, rest)  # raises the error if it is not one of direct writes alone
+            if refusal is not None:
+                self._refuse_direct(refusal)
             position += num_bytes
 
     def _check_length(self) -> None:
