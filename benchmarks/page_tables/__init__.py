@@ -36,7 +36,6 @@ TABLES: dict[str, Callable[..., Table]] = {
     "freshness-paired": freshness.paired,
     "freshness-work": freshness.work,
     "goals": goals.table,
-    "growth": growth.exponents,
     "growth-memory": growth.memory,
     "growth-steep": growth.steep,
     "limits": costs.limits,

@@ -20,26 +20,6 @@ _NAMES = {
 }
 
 
-def exponents(page: Path, variant: str = "") -> Table:
-    """One row for each axis and call; an exponent above the limit is bold, with the lines that grow fastest."""
-    result = newest("growth", variant)
-    rows = result.found["rows"]
-    names = {kind: name for kind, name in _NAMES.items() if any(kind in row["exponents"] for row in rows)}
-    found = [[result.said(page), "call", *names.values(), "steepest lines"]]
-    for row in rows:
-        cells = [_bold(row["exponents"][kind]) if kind in row["exponents"] else "-" for kind in names]
-        steepest = ", ".join(f"`{place}` {power:.2f}" for place, power, _ in row["steepest"][:2])
-        found.append(
-            [
-                f"{row['axis']}, {row['sizes'][-2]:,} to {row['sizes'][-1]:,}",
-                f"`{row['call']}`",
-                *cells,
-                steepest or "-",
-            ]
-        )
-    return found
-
-
 def steep(page: Path, variant: str) -> Table:
     """Only calls with an exponent above the limit: what grows, between which sizes, and what it came to."""
     result = newest("growth", variant)
@@ -80,7 +60,3 @@ def _amount(kind: str, value: float) -> str:
     if kind == "cpu_s":
         return f"{value:.2g} s"
     return f"{value / 2**20:,.1f} MiB" if kind.endswith("_bytes") else f"{value:,}"
-
-
-def _bold(power: float) -> str:
-    return f"**{power:.2f}**" if power > _LIMIT else f"{max(power, 0):.2f}"

@@ -377,6 +377,13 @@ def test_how_far_the_model_of_scale_is_off_in_words() -> None:
     check_sentences("docs/sizing.md", said)
 
 
+def test_no_counted_work_grows_at_small_sizes() -> None:
+    rows = newest("growth", "small").found["rows"]
+    check_sentences("benchmarks/growth/README.md", {r"of (\d+) cells, no counted work has": [len(rows)]})
+    above = {kind for row in rows for kind, power in row["exponents"].items() if power > 1.15}
+    assert above <= {"cpu_s", "memory_bytes"}
+
+
 def test_what_the_performance_page_says_of_synthetic_runs() -> None:
     result = newest("thesis", "synthetic")
     two = result.point("synthetic, 2 ranks, every 1")
