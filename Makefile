@@ -26,7 +26,7 @@ export PYTHON
 
 .DEFAULT_GOAL := help
 .PHONY: help setup try demo demo-kafka demo-bucket demo-evolve demo-serve test test-unit test-all test-kafka test-slow test-matrix test-gpu test-tnt test-clouds test-ray fuzz chaos \
-  coverage lint docs deploy-check wheels bench bench-quick bench-age bench-pages proof lock clean kafka-tools host-tools browser-tools test-tools compiled
+  coverage lint docs deploy-check wheels bench bench-quick bench-age bench-pages proof lock clean kafka-tools server-tools host-tools browser-tools test-tools compiled
 
 help: ## Show these lines
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -89,7 +89,7 @@ test-gpu: ## Run the tests that need a GPU, one rank, by a Python that has the C
 fuzz: $(STAMP) ## Damage bytes and read them (FUZZ_ARGS="--seconds 600 --seed 1")
 	@$(PY) -m tests.fuzz $(FUZZ_ARGS)
 
-chaos: kafka-tools host-tools ## Kill, stop, fill, cut and tamper, in the long form (CHAOS_ARGS="--only power --seed 7")
+chaos: server-tools host-tools ## Kill, stop, fill, cut and tamper, in the long form (CHAOS_ARGS="--only power --seed 7")
 	@OMP_NUM_THREADS=1 $(PY) -m tests.faults $(CHAOS_ARGS)
 
 coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by cell
@@ -182,8 +182,10 @@ host-tools:
 	@command -v ip >/dev/null || bash scripts/apt_get.sh ip iproute2
 	@command -v redis-check-rdb >/dev/null || bash scripts/apt_get.sh Redis redis-tools
 
-test-tools: browser-tools host-tools
+server-tools: $(STAMP)
 	@bash scripts/java_tools.sh kafka s3proxy
+
+test-tools: browser-tools host-tools server-tools
 	@$(PY) -m tests.java_classes
 
 browser-tools: $(STAMP)
