@@ -96,7 +96,7 @@ coverage: $(STAMP) ## Write docs/coverage.md anew: what the tests show, cell by 
 	@$(PY) -m tests.coverage
 
 test-matrix: test-tools compiled $(OLD_STAMP) ## Run all tests under both locked stacks, about twice as long (PYTEST_ARGS=...)
-	@OMP_NUM_THREADS=1 bash scripts/test_matrix.sh $(VENV) $(OLD_VENV) -- $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 bash scripts/test_matrix.sh $(VENV) $(OLD_VENV) -- $(SHARED) $(PYTEST_ARGS)
 
 test-tnt: $(TNT_STAMP) ## Run the callback of TorchTNT with the released torchtnt (PYTEST_ARGS=...)
 	@OMP_NUM_THREADS=1 $(TNT_VENV)/bin/python -m pytest tests/distributed/test_tnt.py tests/distributed/test_tnt_pipeline.py $(PYTEST_ARGS)
