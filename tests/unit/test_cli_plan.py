@@ -76,6 +76,10 @@ def test_a_file_log_needs_no_brokers() -> None:
     assert "brokers" not in plan(*TABLES, *RATE, "--log", "file", "--all")
 
 
+def test_a_job_without_a_dense_model_can_say_so() -> None:
+    assert asked(*TABLES, *RATE, "--dense", "0") == asked(*TABLES, *RATE)
+
+
 def test_a_plan_begins_with_six_lines_of_80_columns() -> None:
     for options in ([], ["--all"], ["--log", "file", "--trim-every", "never"]):
         lines = plan(*TABLES, *RATE, *options).splitlines()
@@ -146,6 +150,7 @@ WRONG = [
     ([*TABLES, *RATE, "--trim-every", "often"], "'often' is not a duration", "24h"),
     ([*TABLES, *RATE, "--then-every", "10"], "must be a time here", "1d"),
     ([*TABLES, *RATE, "--dense", "big"], "'big' is not a size", "800MB"),
+    (["--tables", "1e3", *TABLES[2:], *RATE], "--tables '1e3' is not a whole number", "--tables 26"),
     ([*TABLES, *RATE, "--assume", "disk=1"], "'disk' is not a known assumption", "disk_bytes_per_s"),
     ([*TABLES, *RATE, "--assume", "disk_bytes_per_s=0"], "'0' is not a size", "5GB"),
     ([*TABLES, *RATE, "--assume", "mark_s_per_id"], "must be a positive number from 0 to inf, got ''", "2e-9"),

@@ -159,7 +159,7 @@ class PlanOptions:
             steps_per_s=steps_per_s,
             drain_every=self.drain_every,
             marker_s=_positive("--marker-every-s", _or(self.marker_every_s, marker_s)),
-            dense_bytes=dense_bytes if self.dense is None else parse_size(self.dense),
+            dense_bytes=dense_bytes if self.dense is None else _size_or_none(self.dense),
         )
 
     def of_log(self, job: Job) -> Workload:
@@ -209,6 +209,10 @@ def _planned_tables(options: PlanOptions) -> list[PlannedTable]:
     tables, rows, dim = options.tables, options.rows, options.dim
     every = {"dtype": options.dtype, "optimizer": options.optimizer}
     if tables is not None and not is_whole(tables):
+        if _is_number(tables):
+            raise ConfigError(
+                f"--tables {tables!r} is not a whole number", hint="pass --tables 26, or a JSON file that lists them"
+            )
         if rows is not None or dim is not None:
             raise ConfigError("the file contains rows and dim of each table", hint="omit --rows and --dim")
         return _read_tables(Path(tables), every)
@@ -218,6 +222,11 @@ def _planned_tables(options: PlanOptions) -> list[PlannedTable]:
             hint="pass --tables 26 --rows 4e7 --dim 128 --optimizer rowwise_adagrad, --tables FILE.json, or a URI",
         )
     return _planned({"rows": number(rows), "dim": dim, "count": int(tables or "1")} | every, "t", "--tables")
+
+
+def _size_or_none(text: str) -> int:
+    """Parse bytes as :func:`parse_size` does, or 0: a job may have no dense model."""
+    return 0 if text.strip() == "0" else parse_size(text)
 
 
 def _read_tables(path: Path, every: dict[str, Any]) -> list[PlannedTable]:
@@ -304,6 +313,14 @@ def number(text: str) -> float:
     except ValueError:
         value = -1.0
     return _positive("", value, text, hint="write it as 40000000 or 4e7")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
 
 
 def _or(value: Any, default: Any) -> Any:
