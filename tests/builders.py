@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import uuid
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Trim
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_frame, parse_header, seal
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, events_frame_bytes, put_events
@@ -20,6 +23,16 @@ from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableS
 
 JOB = uuid.UUID(int=7).bytes
 OTHER_JOB = uuid.UUID(int=8).bytes
+
+
+def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:
+    """Names, sizes and SHA-256 of files of a dense directory, as a COMMIT has them."""
+    files = []
+    for name in sorted(names):
+        with (path / name).open("rb") as file:
+            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            files.append(DenseFile(name, file.tell(), sha256))
+    return tuple(files)
 
 
 def table(name: str = "t", rows: int = 8, dim: int = 4, dtype: str = "float32", *states: StateSpec) -> TableSpec:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
-from tests.builders import JOB, Stream
+from tests.builders import JOB, Stream, digest_files
 from tests.synthetic import Job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, changes_of
 from torchrec_stream_ckpt.format.control import Commit, Mark
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import (
     POSITIONS,

@@ -11,10 +11,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from tests import builders
-from tests.builders import JOB
+from tests.builders import JOB, digest_files
 from tests.synthetic import Job
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.rows import ASSIGNED, EVICTED, NUMPY_DTYPES
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.layout import dense_name

@@ -11,12 +11,12 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tests.builders import Stream, claim, commit, write
+from tests.builders import Stream, claim, commit, digest_files, write
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.find.find import OpenHead, Search, no_head
 from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.find.tiers import TierState
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.segment import decode_chunk

@@ -9,8 +9,7 @@ from threading import Event
 
 import numpy as np
 
-from tests.builders import JOB, claim, commit
-from torchrec_stream_ckpt.format.dense import digest_files
+from tests.builders import JOB, claim, commit, digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Batch, Control

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tests import synthetic
-from tests.builders import Stream
+from tests.builders import Stream, digest_files
 from tests.synthetic import Image, image_of_log
 from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.inner import Relay, Tiers
 from torchrec_stream_ckpt.save.generation import Opening
 from torchrec_stream_ckpt.tiers.two_claims import claim_both

@@ -24,12 +24,13 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import start  # noqa: E402, F401
 from common import Goal, Measured, Report, arguments, at_least, parse, refuse_small_machine, scratch, tell  # noqa: E402
 
+from tests.builders import digest_files  # noqa: E402
 from torchrec_stream_ckpt.find.find import Search  # noqa: E402
 from torchrec_stream_ckpt.find.job import Job  # noqa: E402
 from torchrec_stream_ckpt.find.tiers import TierState  # noqa: E402
 from torchrec_stream_ckpt.format.claim_references import brief  # noqa: E402
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark  # noqa: E402
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files  # noqa: E402
+from torchrec_stream_ckpt.format.dense import dense_path  # noqa: E402
 from torchrec_stream_ckpt.format.dense_files import DenseFile, listed  # noqa: E402
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame  # noqa: E402
 from torchrec_stream_ckpt.format.rank_shards import RankShards  # noqa: E402

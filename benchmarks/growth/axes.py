@@ -13,8 +13,8 @@ from axis import Axis
 from torch.distributed.checkpoint.metadata import Metadata
 
 from tests import builders
+from tests.builders import digest_files
 from tests.synthetic import JOB, SCHEMA, Job
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.util.layout import dense_name
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard

@@ -11,8 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from workload import Ids, Tables, Values, Workload
 
+from tests.builders import digest_files
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, TableScalars
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import (
     HEADER_LEN,
     MAX_FRAME_BYTES,

@@ -14,6 +14,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, save
 
 from tests import warm
+from tests.builders import digest_files
 from tests.command import call
 from tests.dense_job import copied
 from tests.distributed.test_fsdp import Root
@@ -25,7 +26,7 @@ from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, ProofMismatchError
 from torchrec_stream_ckpt.extras.interchange.dense_state import read_entries
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import replicated_id

@@ -187,6 +187,7 @@ POINTS = {
     "segment.written": 1,
     "stream.acknowledged": 1,
     "import.rows": 1,
+    "dense.metadata": 1,
     "commit.append": 1,
     "commit.appended": None,
 }

@@ -15,13 +15,13 @@ from typing import Protocol
 
 from crc32c import crc32c
 
-from tests.builders import Stream, claim, commit, write
+from tests.builders import Stream, claim, commit, digest_files, write
 from tests.fuzz.mutate import mutate
 from tests.golden import make, make_store
 from tests.stores import HeldObjects, History, contents, fold, rows_by_route, rows_of
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage

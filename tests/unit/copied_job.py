@@ -5,10 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tests.builders import JOB
+from tests.builders import JOB, digest_files
 from tests.command import ask
 from tests.synthetic import Image, Job, image_of_log
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.inner import Control, Objects, open_store
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
 from torchrec_stream_ckpt.log.files import FileLog

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.builders import digest_files
 from tests.synthetic import JOB, Image, Job
 from torchrec_stream_ckpt.extras.follower.core import follow
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control, MarkerRows, TableReader, TableWindow, open_rows, open_store

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import JOB, trim
+from tests.builders import JOB, digest_files, trim
 from tests.parts import FileLog, Policy, TierState, locate, verify_marker
 from tests.stores import choose, fold
 from tests.synthetic import SCHEMA, Job
@@ -19,7 +19,6 @@ from torchrec_stream_ckpt.find import job as route_job
 from torchrec_stream_ckpt.find.route import Shards
 from torchrec_stream_ckpt.format import commits
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, json_frame
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_ends import RankEnds

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import commit
+from tests.builders import commit, digest_files
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.store.dense import DenseFolder
 

@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import commit
+from tests.builders import commit, digest_files
 from tests.parts import DenseStore, open_dense
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.format.control import Commit
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, DenseFile, listed, parse_list
 from torchrec_stream_ckpt.inner import Objects, open_store
 from torchrec_stream_ckpt.store import dense_objects

@@ -115,6 +115,7 @@ WITH_TORCH = (
     "save/claims.py",
     "save/coordinator.py",
     "save/generation_end.py",
+    "save/import_writer.py",
     "save/marker_notes.py",
     "save/metrics_export.py",
     "save/rank_cut.py",

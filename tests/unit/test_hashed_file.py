@@ -17,11 +17,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.builders import digest_files
 from tests.padded import file_limit, inside_a_block, short
 from torchrec_stream_ckpt.dense import hashed_file
 from torchrec_stream_ckpt.dense.dcp import DenseReader, load_here, save_together
 from torchrec_stream_ckpt.dense.hashed_file import PIECE_BYTES, HashedFile
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.save.failed_markers import why_not_saved
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.builders import JOB, OTHER_JOB, trim
+from tests.builders import JOB, OTHER_JOB, digest_files, trim
 from tests.evolved import EvolvingJob
 from tests.parts import FileLog, GcRules, Materializer, Policy, Retention, collect, locate, open_dense
 from tests.sampled import sampled
@@ -28,7 +28,6 @@ from tests.unit.warm_head import Warm, counted_builds, image_of_head, whole
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.find.route import warm
 from torchrec_stream_ckpt.format import head as head_format
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.head import HEAD_FILE, HeadState, SliceLayout, column_slices, head_slice_name
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView

@@ -11,8 +11,15 @@ import pytest
 import torch
 
 from tests.command import ask
+from tests.padded import file_limit
 from torchrec_stream_ckpt import Changes, ModelSchema, open_marker
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, SchemaMismatchError, StreamCkptError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    SchemaMismatchError,
+    StoreUnavailableError,
+    StreamCkptError,
+)
 from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
 from torchrec_stream_ckpt.inner import DenseEntry
 from torchrec_stream_ckpt.save import import_writer
@@ -233,6 +240,17 @@ def test_a_tensor_that_is_saved_as_the_negative_of_its_bits_has_its_values(tmp_p
     imported(tmp_path, *ROWWISE)
     with open_marker(f"file://{tmp_path}/log") as marker:
         assert torch.equal(torch.as_tensor(marker.tables["ebc.t_user"][:]), value["model"][WEIGHT].resolve_neg())
+
+
+def test_an_import_whose_dense_state_does_not_fit_the_disk_says_why_and_starts_over(tmp_path: Path) -> None:
+    value = state()
+    value["model"][HEAD] = torch.rand(1000, 1000)
+    save(tmp_path, value)
+    with file_limit(2**20), pytest.raises(StoreUnavailableError, match=r"dense state was not saved.*File too large"):
+        imported(tmp_path, *ROWWISE)
+    assert imported(tmp_path, *ROWWISE)["unfinished"] == 1
+    (verdict,) = ask("verify", f"file://{tmp_path}/log")
+    assert (verdict["marker"], verdict["dense_files"]) == ("2:1", 2)
 
 
 def test_an_import_that_ends_before_this_one_claims_the_log_stays_the_only_one(

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.builders import digest_files
 from tests.command import call
 from tests.parts import prepare_store
 from tests.stores import contents
@@ -16,7 +17,6 @@ from tests.synthetic import JOB, Job
 from tests.unit.folded_job import made_once, store_of
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StreamCkptError, TrimmedError
 from torchrec_stream_ckpt.find.job import Job as OpenJob
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.inner import find, open_store
 from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.layout import MANIFESTS_DIR, STORE_FILE, dense_name

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import builders, synthetic
+from tests.builders import digest_files
 from tests.parts import FileLog, GcRules, Materializer, Retention, arm, check_synced, collect, open_dense
 from tests.stores import choose
 from tests.synthetic import Job, image_of_store, images_of_chain
@@ -26,7 +27,6 @@ from tests.unit.folded_job import (
     truth_of,
 )
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableError
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Objects, open_store
 from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests import stores
+from tests.builders import digest_files
 from tests.command import ask, doctor
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.parts import Dropped, FileLog, FolderObjects, GcRules, Policy, Retention, Scrubber, collect, prepare_store
@@ -35,7 +36,6 @@ from tests.unit.scrubbed_job import (
     scrubbed_job,
 )
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StoreUnavailableError
-from torchrec_stream_ckpt.format.dense import digest_files
 from torchrec_stream_ckpt.format.readings import ScrubPlace
 from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain.repairer import Replacing

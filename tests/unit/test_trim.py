@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import Stream, claim, commit, trim, write
+from tests.builders import Stream, claim, commit, digest_files, trim, write
 from tests.command import attempt
 from tests.parts import FileLog, open_dense, trim_log, verify_marker
 from tests.stores import choose
@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.log.api import Freed, Incarnation
 from torchrec_stream_ckpt.log.control.trim import Trimmed, trim_range

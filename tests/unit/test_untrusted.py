@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.builders import SCHEMA, Stream, claim, commit, table, write
+from tests.builders import SCHEMA, Stream, claim, commit, digest_files, table, write
 from tests.command import call
 from tests.jobs_on_paper import PaperJob, tables
 from tests.parts import FileLog
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
-from torchrec_stream_ckpt.format.dense import dense_path, digest_files
+from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Kind
 from torchrec_stream_ckpt.format.schema import Schema

@@ -106,20 +106,28 @@ def _as_error() -> Iterator[None]:
         raise RuntimeError("; ".join(said)) from error
 
 
+@contextlib.contextmanager
+def _without_ranks() -> Iterator[None]:
+    """Omit DCP's warning that it makes no collective."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
 def save_together(
-    state: dict[str, Any], path: Path, group: dist.ProcessGroup, *, direct: bool = False
+    state: dict[str, Any], path: Path, group: dist.ProcessGroup | None, *, direct: bool = False
 ) -> tuple[DenseFile, ...]:
     """(all ranks) Write each rank's part. Returns the files that this rank wrote, by name, when they are durable.
 
     Args:
         state: This rank's part.
         path: Directory of the files.
-        group: The ranks.
+        group: The ranks. None if this process alone has all of the state.
         direct: True to write past the page cache.
     """
     writer = _Writer(path, direct=direct)
-    with _as_error():
-        save(state, storage_writer=writer, process_group=group)
+    with _as_error(), _without_ranks() if group is None else contextlib.nullcontext():
+        save(state, storage_writer=writer, process_group=group, no_dist=group is None)
     return tuple(file for _, file in sorted(writer.fs.written.items()))
 
 
@@ -153,8 +161,7 @@ def load_here(state: dict[str, Any], reader: DenseReader) -> dict[str, Any]:
     plain = read_plain(state, reader.read_metadata(), Path(reader.path))
     rest = {name: value for name, value in state.items() if name not in plain}
     if rest:
-        with warnings.catch_warnings(), _as_error():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        with _without_ranks(), _as_error():
             load(rest, storage_reader=reader, no_dist=True)
     state |= rest
     return state

@@ -422,6 +422,11 @@ class Tier(Job):
         """URL of the store in COMMITs of this log; empty if it is inside the log."""
         return self.config.store_url if self.config.store else ""
 
+    @property
+    def dense_direct(self) -> bool:
+        """True to write dense state past the page cache. An object store's files are read again, to be put there."""
+        return self.config.log_writes == "direct" and self.dense.folder is not None
+
 
 def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, copies: bool = True) -> Tier:
     """Open a log and its store. Accesses only the file of the commit key.

@@ -1,12 +1,8 @@
-"""Digests of a marker's dense directory. They are checked before DCP's metadata, a pickle, is opened."""
+"""Place and names of a marker's dense files."""
 
 from __future__ import annotations
 
-import errno
-import hashlib
-import os
-import stat
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import CorruptionError
@@ -21,23 +17,6 @@ ALTERED_HINT = (
 MISSING_HINT = (
     "check --store, or omit it: stream-ckpt list URI finds the job's; if that lacks the file, bring it back from a copy"
 )
-
-
-def digest_files(path: Path, names: Iterable[str]) -> tuple[DenseFile, ...]:
-    """Return size and SHA-256 of files of a dense directory. They must be plain files in that directory, not links.
-
-    Raises:
-        OSError: a file is missing, or is not a plain file.
-    """
-    files = []
-    for name in sorted(names):
-        fd = os.open(path / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(fd).st_mode):
-                raise OSError(errno.EINVAL, "not a regular file")
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-            files.append(DenseFile(name, file.tell(), sha256))
-    return tuple(files)
 
 
 def dense_path(store: Path, commit: Commit) -> Path:

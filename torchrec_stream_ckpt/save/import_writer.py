@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from threading import Event
+from typing import Any
 
 import numpy as np
 
-from torchrec_stream_ckpt.errors import LogUnavailableError
+from torchrec_stream_ckpt.dense.dcp import save_together
+from torchrec_stream_ckpt.errors import LogUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.find.job import Tier
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark
-from torchrec_stream_ckpt.format.dense import digest_files
+from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.imported import check_may_import, import_nonce
 from torchrec_stream_ckpt.format.rank_shards import RankShards
@@ -22,6 +23,7 @@ from torchrec_stream_ckpt.format.rows import Array, RowLayout, view_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.log.api import Log
 from torchrec_stream_ckpt.log.publisher import Publisher
+from torchrec_stream_ckpt.save.failed_markers import why_not_saved
 from torchrec_stream_ckpt.save.generation import Opening, claim_generation
 from torchrec_stream_ckpt.store.dense import name_files
 from torchrec_stream_ckpt.util.failpoints import failpoint
@@ -60,7 +62,7 @@ def write_import(
     schema: Schema,
     shards: Sequence[TableShard],
     batches: Iterator[Batch],
-    save_dense: Callable[[Path], None],
+    state: dict[str, Any],
     step: int,
 ) -> WrittenImport:
     """Commit the first marker of a log that is empty, or that only an unfinished import has claimed.
@@ -72,7 +74,7 @@ def write_import(
         schema: Schema of the tables.
         shards: Their shards: disjoint, and together every table.
         batches: All rows of all shards.
-        save_dense: Writes the dense state into a folder, in the form in which ``dense/dense_state.py`` reads it.
+        state: Dense state, in the form in which ``dense/saved_dense.py`` reads it.
         step: Step of the marker.
 
     Raises:
@@ -88,10 +90,7 @@ def write_import(
     end = write_stream(tier.log, claim, shards, batches, step, config.commit_timeout_s)
     failpoint("import.rows")
     marker = MarkerId(claim.generation, MARKER)
-    folder = dense.writing(claim.job, marker)
-    save_dense(folder)
-    files = digest_files(folder, [path.name for path in folder.iterdir()])
-    dense.publish(claim.job, marker, files)
+    files = _save_dense(tier, state, claim.job, marker)
     named, list_ = name_files(dense, claim.job, marker, files)
     commit = Commit(
         job=claim.job,
@@ -109,6 +108,21 @@ def write_import(
     control.commit(commit, config.commit_timeout_s, Event())
     dense.settle(claim.job, marker)
     return WrittenImport(marker, end.num_bytes, unfinished)
+
+
+def _save_dense(tier: Tier, state: dict[str, Any], job: bytes, marker: MarkerId) -> tuple[DenseFile, ...]:
+    """Write the dense state into the store. Returns its files, now durable."""
+    dense = tier.dense
+    try:
+        files = save_together(state, dense.writing(job, marker), None, direct=tier.dense_direct)
+    except RuntimeError as error:
+        raise StoreUnavailableError(
+            f"dense state was not saved: {why_not_saved(error, dense.url)}",
+            hint="free space there if it is full, and run the same import again: it starts over",
+            store=dense.url,
+        ) from error
+    dense.publish(job, marker, files)
+    return files
 
 
 def write_stream(

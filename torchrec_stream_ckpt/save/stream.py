@@ -128,11 +128,9 @@ def open_stream(parts: StreamParts, claim: Claim, timeout_s: float, prover: Call
             tier.log, tier.control, claim, publisher, team.rank, partition, tier.dense, tier.store_url
         )
         again = Again(generation, tier.objects) if team.rank == 0 else None
-        # An object store's files are read again, to be put there.
-        direct = tier.config.log_writes == "direct" and tier.dense.folder is not None
         heard = parts.announcer.committed
         coordinator = Coordinator(
-            generation, parts.dense, parts.commit_team, timeout_s, again, tier.objects, heard, direct=direct
+            generation, parts.dense, parts.commit_team, timeout_s, again, tier.objects, heard, direct=tier.dense_direct
         )
         undo.callback(coordinator.close, 0.0)
         proves = prover()

@@ -11,16 +11,12 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.evolve.changes import Changes
@@ -172,9 +168,7 @@ def import_checkpoint(
         for col0, cols in table.slices
     ]
     batches = _batches(checkpoint, contents.tables, progress)
-    written = write_import(
-        tier, contents.schema, shards, batches, lambda folder: _save_dense(folder, values, contents), source.step
-    )
+    written = write_import(tier, contents.schema, shards, batches, _dense_state(values, contents), source.step)
     specs = [table.spec for table in contents.tables]
     return Imported(
         marker=str(written.marker),
@@ -237,8 +231,8 @@ def _array(tensor: torch.Tensor) -> Array:
     return bits.numpy()
 
 
-def _save_dense(folder: Path, values: dict[str, Any], contents: Contents) -> None:
-    """Write the marker's dense directory, in the form in which ``dense/dense_state.py`` reads an imported one."""
+def _dense_state(values: dict[str, Any], contents: Contents) -> dict[str, Any]:
+    """Return the marker's dense state, in the form in which ``dense/saved_dense.py`` reads an imported one."""
     optim: dict[str, dict[str, Any]] = {}
     for (parameter, kind), entry in contents.dense_states.items():
         optim.setdefault(parameter, {})[kind] = values[entry]
@@ -248,9 +242,7 @@ def _save_dense(folder: Path, values: dict[str, Any], contents: Contents) -> Non
         "optim": {"imported": optim},
         "shared": {"imported": torch.frombuffer(bytearray(note), dtype=torch.uint8)},
     }
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        save(_without_empty(state), storage_writer=FileSystemWriter(folder), no_dist=True)
+    return _without_empty(state)
 
 
 def _without_empty(state: dict[str, Any]) -> dict[str, Any]:
