@@ -11,7 +11,7 @@ readonly gcs=github.com/fsouza/fake-gcs-server@v1.56.1 azurite=azurite@3.35.0
 go=$(command -v go || true)
 [ -n "$go" ] || [ ! -x /usr/local/go/bin/go ] || go=/usr/local/go/bin/go
 if [ -z "$go" ]; then
-  echo "cloud-servers: Go is not installed, and fake-gcs-server is built with it" >&2
+  echo "cloud-servers: Go is missing, and fake-gcs-server is built with it: install Go 1.21 or newer (https://go.dev/doc/install)" >&2
   exit 1
 fi
 GOBIN=$venv/bin "$go" install "$gcs"
