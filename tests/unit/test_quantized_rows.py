@@ -327,14 +327,6 @@ REFUSED = {
 """Names of cases for docs/coverage.md."""
 
 
-@pytest.mark.parametrize(("module", "said"), refusals(_cases(), REFUSED))
-def test_what_cannot_be_followed_is_refused_by_name_when_it_is_made(
-    tmp_path: Path, module: nn.Module, said: str
-) -> None:
-    with follow(f"file://{tmp_path}") as follower, pytest.raises(UnsupportedError, match=f"(?s){said}"):
-        FollowedModel(module, follower)
-
-
 def test_rows_that_no_marker_has_are_refused(tmp_path: Path) -> None:
     with (
         follow(f"file://{tmp_path}", mode="rows") as follower,
@@ -661,24 +653,21 @@ def hash_map(**more: Any) -> ManagedCollisionModule:
 
 def _map_cases() -> Iterator[tuple[str, nn.Module, str]]:
     def over(module: ManagedCollisionModule) -> Any:
-        return collision("ebc", {"t": torch.zeros(20, 8)}, {"t": module})
+        return nn.ModuleDict({"mc": collision("ebc", {"t": torch.zeros(20, 8)}, {"t": module})})
 
     where = "module=mc._managed_collision_collection._managed_collision_modules.t"
     yield "training", over(sorted_map()).train(), f"in training mode.*{where}"
     yield "own", over(sorted_map(Own)), f"Own cannot be followed: its id map is of an unknown kind.*{where}"
-    yield "meta", over(sorted_map(device=torch.device("meta"))), f"has no memory.*{where}"
+    yield "meta map", over(sorted_map(device=torch.device("meta"))), f"has no memory.*{where}"
     yield "shard", over(sorted_map(output_global_offset=20)), f"one shard of a table.*{where}"
     hashing = over(sorted_map(input_hash_func=lambda ids, size: ids % size))
-    hashing._managed_collision_collection.need_preprocess = False
+    hashing.mc._managed_collision_collection.need_preprocess = False
     yield "hashing", hashing, f"applies its input_hash_func.*need_preprocess.*{where}"
     yield "omits", over(hash_map(disable_fallback=True)), f"omits unknown raw ids.*{where}"
     yield "hash shard", over(hash_map(output_segments=[20, 30, 40])), f"one shard of a table.*{where}"
-    yield (
-        "collection",
-        over(sorted_map())._managed_collision_collection,
-        "belongs to no embedding collection.*module=mc",
-    )
-    yield "map", sorted_map().eval(), "belongs to no embedding collection.*module=mc"
+    alone = "belongs to no embedding collection.*module=mc"
+    yield "collection", nn.ModuleDict({"mc": over(sorted_map()).mc._managed_collision_collection}), alone
+    yield "map", nn.ModuleDict({"mc": sorted_map().eval()}), alone
 
 
 REFUSED_MAPS = {
@@ -690,12 +679,12 @@ REFUSED_MAPS = {
 """Names of cases for docs/coverage.md."""
 
 
-@pytest.mark.parametrize(("module", "said"), refusals(_map_cases(), REFUSED_MAPS))
-def test_a_map_that_cannot_be_followed_is_refused_by_name_when_it_is_made(
+@pytest.mark.parametrize(("module", "said"), [*refusals(_cases(), REFUSED), *refusals(_map_cases(), REFUSED_MAPS)])
+def test_what_cannot_be_followed_is_refused_by_name_when_it_is_made(
     tmp_path: Path, module: nn.Module, said: str
 ) -> None:
     with follow(f"file://{tmp_path}") as follower, pytest.raises(UnsupportedError, match=f"(?s){said}"):
-        FollowedModel(nn.ModuleDict({"mc": module}), follower)
+        FollowedModel(module, follower)
 
 
 def test_one_module_in_two_places_is_refused(tmp_path: Path) -> None:
