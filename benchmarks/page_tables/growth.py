@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from .results import Table, newest
+from .results import Result, Table, newest
 
 _LIMIT = 1.15
 _NAMES = {
@@ -23,7 +23,9 @@ _NAMES = {
 def steep(page: Path, variant: str) -> Table:
     """Only calls with an exponent above the limit: what grows, between which sizes, and what it came to."""
     result = newest("growth", variant)
-    found = [[result.said(page), "call", "what grows", "exponent", "at the larger size", "where"]]
+    found = [
+        [result.said(page), "call", "what grows", "exponent", "at the larger size", f"where, at `{_commit(result)}`"]
+    ]
     for row in result.found["rows"]:
         last, sizes = row["measured"][-1], f"{row['sizes'][-2]:,} to {row['sizes'][-1]:,}"
         where = f"`{row['steepest'][0][0]}`" if row["steepest"] else "-"
@@ -50,6 +52,11 @@ def memory(page: Path, variant: str) -> Table:
         row, cell = max((each for each in ends if each[0]["call"] == call), key=lambda each: each[1]["memory_bytes"])
         found.append([f"`{call}`", _amount("memory_bytes", cell["memory_bytes"]), _end(row), "-"])
     return found
+
+
+def _commit(result: Result) -> str:
+    """Return the commit whose files the lines are of: files are renamed, and lines move."""
+    return str(result.machine["commit"])[:8]
 
 
 def _end(row: dict[str, Any]) -> str:

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
-from page_tables import cases, costs, goals, results, store, thesis  # noqa: E402
+from page_tables import cases, costs, goals, growth, results, store, thesis  # noqa: E402
 from page_tables.results import NotFiledError, Point, Result, newest  # noqa: E402
 from pages import lines, written  # noqa: E402
 
@@ -25,7 +25,7 @@ PAGE = ROOT / "README.md"
 def filed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Files a result: ``filed("case", "2026-01-01_a-box", found)``. There are no others."""
     monkeypatch.setattr(results, "BENCHMARKS", tmp_path)
-    for module in (cases, costs, goals, store, thesis):
+    for module in (cases, costs, goals, growth, store, thesis):
         monkeypatch.setattr(module, "newest", newest.__wrapped__)
 
     def put(case: str, name: str, found: dict[str, Any]) -> None:
@@ -94,6 +94,16 @@ def test_a_result_of_a_busy_machine_says_so_at_its_head(filed: Any) -> None:
     filed("limits", "2026-01-01_a-box", found)
     assert cases.points(PAGE, "busy")[0][0].endswith("load 10.6: **a busy machine**")
     assert costs.limits(PAGE)[0][1].endswith("load 0.5: **not idle**")
+
+
+def test_lines_of_the_package_stand_with_the_commit_that_they_are_of(filed: Any) -> None:
+    """The file that a filed result names may have another name today."""
+    row = {"axis": "tables", "sizes": [1, 2], "call": "verify", "measured": [{"calls": 1}, {"calls": 4}]}
+    row |= {"exponents": {"calls": 2.0}, "steepest": [["verify/old.py:3", 2.0, 4]]}
+    filed("growth", "2026-01-01_a-box_far", {"machine": MACHINE | {"commit": "0123456789ab"}, "rows": [row]})
+    head, found = growth.steep(Path("docs/growth.md"), "far")
+    assert head[-1] == "where, at `01234567`"
+    assert found == ["tables, 1 to 2", "`verify`", "functions", "2.00", "4", "`verify/old.py:3`"]
 
 
 def test_a_median_of_cold_rounds_alone_has_a_row(filed: Any) -> None:
