@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -114,6 +115,29 @@ def test_a_constructor_that_differs_from_the_markers_is_refused_with_both_values
     assert "dense 'over.by_rank': 3 float64 here, 3 float32 in the marker" in said[0]
     assert "dense 'over.new': only this model has it (1 float32)" in said[0]
     assert "dense 'int_to_float': only the marker has it (3 int64)" in said[0]
+
+
+def _on_a_host_without_the_folder(uri: str, names: list[str]) -> tuple[str, list[str]]:
+    """The refusal; rank 1 sees an empty folder under the URI, or one with only these files of the log."""
+    rank, folder = dist.get_rank(), Path(uri.removeprefix("file://"))
+    if rank == 1:
+        alone = folder.with_name(f"{folder.name}-alone-{len(names)}")
+        alone.mkdir()
+        for name in names:
+            shutil.copy(folder / name, alone)
+        uri = f"file://{alone}"
+    more = {"stateful": {"counter": Counter()}, "stateful_per_rank": {"own": Counter()}}
+    return _refused(uri, lambda: (build(CASES), more)), sorted(path.name for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("names", [[], ["LOG", "control.log"]])
+def test_a_rank_without_the_shared_folder_is_named_on_all_ranks(trained: str, names: list[str]) -> None:
+    held = sorted(path.name for path in Path(trained.removeprefix("file://")).iterdir())
+    (said, after), other = warm.run(2, _on_a_host_without_the_folder, trained, names)
+    assert (said, after) == other
+    assert said.startswith("ConfigError: this rank does not see the same log and store as rank 0 [rank=1")
+    assert "put them on a shared file system" in said
+    assert after == held
 
 
 def test_all_kinds_of_differences_stand_in_one_error_on_all_ranks(trained: str) -> None:

@@ -458,6 +458,17 @@ def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, 
     )
 
 
+def elsewhere(uri: str, rank: int) -> ConfigError:
+    """Return the error of a rank that has reached another log or store than rank 0 has, under the same URI."""
+    return ConfigError(
+        "this rank does not see the same log and store as rank 0",
+        hint="put them on a shared file system, or use Kafka and a shared store; an inner tier requires a job on "
+        "one node, or a folder that all nodes share",
+        rank=rank,
+        uri=uri,
+    )
+
+
 def kept_store(uri: str, commit: Commit | None) -> str:
     """Return the URL of the store in which a job kept a marker: from its COMMIT, otherwise inside the file log.
 

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
-from torchrec_stream_ckpt.find.job import Job, Named, Tier, Wanted, wanted
+from torchrec_stream_ckpt.find.job import Job, Named, Tier, Wanted, elsewhere, wanted
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import Tiers, TierState, named
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
@@ -546,13 +546,15 @@ class Session:
 
         Raises:
             SchemaMismatchError, ConfigError, ChangesError: they differ; the error names all differences of all ranks.
+            ConfigError: a rank does not see the folder of dense state that rank 0 has found.
         """
         schema = self._attached.schema
 
         def compare() -> tuple[SavedDense, MarkerComparison]:
-            saved = SavedDense(
-                route.place.dense(self._job).local(route.commit), len(route.commit.ranks), self._team.rank
-            )
+            folder = route.place.dense(self._job).local(route.commit)
+            if self._team.rank and not folder.is_dir():  # rank 0 has found it
+                raise elsewhere(self._config.uris[0], self._team.rank)
+            saved = SavedDense(folder, len(route.commit.ranks), self._team.rank)
             return saved, compared(route, schema, self._dense, saved, changes, shards)
 
         saved, mine = self._team.together(compare)

@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.find.job import Tier
+from torchrec_stream_ckpt.find.job import Tier, elsewhere
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.claim_features import ALIGNED, DENSE_PROOF, IDS, KNOWN
 from torchrec_stream_ckpt.format.claim_references import brief, nobodys
@@ -318,10 +318,4 @@ def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Cl
     """
     seen = log_.incarnation()
     if seen is None or seen.id != claim.incarnation or not dense.is_seen(claim.job):
-        raise ConfigError(
-            "this rank does not see the same log and store as rank 0",
-            hint="put them on a shared file system, or use Kafka and a shared store; an inner tier requires a job on "
-            "one node, or a folder that all nodes share",
-            rank=rank,
-            uri=config.uris[0],
-        )
+        raise elsewhere(config.uris[0], rank)
