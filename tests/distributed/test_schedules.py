@@ -353,3 +353,40 @@ def test_a_schedule_that_markers_miss_is_reported_once(tmp_path: Path) -> None:
     for (order, expected), lines in zip(ORDERS.items(), found, strict=True):
         assert len(lines) == (expected is not None), (order, lines)
         assert all(expected in line for line in lines), (order, lines)
+
+
+class Ring:
+    """A user's object whose state contains itself."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"ring": [1]}
+        self.state["ring"].append(self.state)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+def _rings(uri: str) -> tuple[str, list[Any]]:
+    """The first marker of a job with a schedule and a ring, and the ring after a restart."""
+    for last in (False, True):
+        job, schedule = _build("step", "1")
+        ring, config = Ring(), StreamConfig(uri=uri, marker_every=None)
+        held = {"loader": job, "schedule": schedule, "ring": ring}
+        if last:
+            ring.state = {}
+        with StreamCheckpointer(job.dmp, job.optimizer, config=config, stateful=held) as checkpointer:
+            restored = checkpointer.restore()
+            if restored is None:
+                job.step()
+                schedule.step()
+                checkpointer.step()
+                checkpointer.mark().result(60)
+    assert restored is not None
+    return str(restored.id), [ring.state["ring"][0], ring.state["ring"][1] is ring.state]
+
+
+def test_a_state_that_contains_itself_is_searched_for_schedules_once(tmp_path: Path) -> None:
+    assert ranks.run(1, _rings, f"file://{tmp_path}/log") == [("1:1", [1, True])]

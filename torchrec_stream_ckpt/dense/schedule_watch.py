@@ -194,6 +194,14 @@ def _saves_schedule(name: str, item: Stateful) -> bool:
 
 
 def _mentions(state: Any, key: str) -> bool:
-    if isinstance(state, Mapping):
-        return key in state or any(_mentions(value, key) for value in state.values())
-    return isinstance(state, (list, tuple)) and any(_mentions(value, key) for value in state)
+    """Return whether a mapping in ``state``, which may contain itself, has this key."""
+    left, seen = [state], dict[int, Any]()
+    while left:
+        each = left.pop()
+        if not isinstance(each, (Mapping, list, tuple)) or id(each) in seen:
+            continue
+        if isinstance(each, Mapping) and key in each:
+            return True
+        seen[id(each)] = each  # kept, so that no other object gets its id
+        left += each.values() if isinstance(each, Mapping) else each
+    return False
