@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
-from tests.parts import FileLog
+from tests.parts import FileLog, locate
 from tests.sampled import sampled
+from tests.stores import History, fold
 from tests.unit.snapshot_log import RECORDS, again, note
 from tests.unit.test_commit_key import KEY, key_file
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, MarkerNotFoundError, StreamCkptError
@@ -22,7 +23,7 @@ from torchrec_stream_ckpt.format.folding import body_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
 from torchrec_stream_ckpt.format.mac import CommitKey
-from torchrec_stream_ckpt.inner import Control
+from torchrec_stream_ckpt.inner import Catalog, Control
 from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE
 from torchrec_stream_ckpt.util.types import MarkerId
@@ -188,6 +189,20 @@ def test_a_path_and_a_process_that_gets_all_are_fetched_in_one_pass(tmp_path: Pa
     pickle.dumps(lineage)
     assert len(count.asked) == 2
     assert lineage.path(MarkerId(8, 16))
+    assert len(count.asked) == 2
+
+
+@pytest.mark.parametrize("markers", [10, 40])
+def test_a_marker_is_located_by_one_pass_over_the_log(tmp_path: Path, markers: int) -> None:
+    history = History(tmp_path)
+    history.generation(1, range(1, markers + 1))
+    fold(tmp_path)
+    lineage = Control(history.log, spare=True).refresh()
+    count, newest = Counting(lineage), MarkerId(1, markers)
+    route = locate(lineage, newest, Catalog.load(history.objects, lineage.job))
+    assert route.stored == newest
+    assert [len(asked) for asked in count.asked] == [markers - 1], "the newest one is held"
+    assert len(route.path.chain) == markers
     assert len(count.asked) == 2
 
 

@@ -456,7 +456,10 @@ def locate(
     if catalog is None:
         return route
     catalog.check_offered(marker)
-    route = _by_summaries(catalog, route, summaries and not damaged) or _around_damage(catalog, route, damaged, told)
+    tail = _tail(route)  # once: a trainer reads these COMMITs from the log
+    route = _by_summaries(catalog, route, tail, summaries and not damaged) or _around_damage(
+        catalog, route, tail, damaged, told
+    )
     if head is None:
         return route
     chain = lineage.chain(marker)
@@ -465,7 +468,7 @@ def locate(
     if not steps or steps[-1][1] not in beyond:
         return route
     # The pieces after HEAD may be gone: gc deletes those that a base replaces.
-    cold = _around_damage(catalog, cold, damaged, told)
+    cold = _around_damage(catalog, cold, _tail(cold), damaged, told)
     if cold.stored not in beyond:
         return route
     _log.info("HEAD is not used: it leads to marker %s, the store alone to %s", route.stored, cold.stored)
@@ -481,18 +484,19 @@ def damage_of(
 
     ``damaged`` adds damage that is already known.
     """
-    return _with_store(catalog, Route(lineage, lineage.find(marker)), damaged)[1] if catalog is not None else None
+    route = Route(lineage, lineage.find(marker))
+    return _with_store(catalog, route, _tail(route), damaged)[1] if catalog is not None else None
 
 
-def _by_summaries(catalog: Catalog, route: Route, wanted: bool) -> Route | None:
+def _by_summaries(catalog: Catalog, route: Route, tail: Sequence[Commit], wanted: bool) -> Route | None:
     """Run :func:`_with_store` on summaries; returns None if they are incomplete or inconsistent."""
     if not wanted:
         return None
     with ThreadPoolExecutor(_FEW) as pool:
-        summarized = by_summaries(catalog, _tail(route), route.reach, pool)
+        summarized = by_summaries(catalog, tail, route.reach, pool)
     if summarized is None:
         return None
-    found, error = _with_store(summarized, route, NONE, _FEW)
+    found, error = _with_store(summarized, route, tail, NONE, _FEW)
     if error is not None:
         _log.info("summaries cannot be used; reading the objects: %s", error.headline)
         return None
@@ -502,16 +506,17 @@ def _by_summaries(catalog: Catalog, route: Route, wanted: bool) -> Route | None:
 def _around_damage(
     catalog: Catalog,
     route: Route,
+    tail: Sequence[Commit],
     damaged: Mapping[str, CorruptionError],
     told: Callable[[CorruptionError], None],
 ) -> Route:
     """Run :func:`_with_store`, but avoid damaged objects, and go as far along the path as is possible without them."""
-    found, error = _with_store(catalog, route, damaged)
+    found, error = _with_store(catalog, route, tail, damaged)
     if error is None:
         return found
     told(error)
-    intact = _intact(catalog, route, damaged)
-    found, _ = _with_store(intact, route, damaged)
+    intact = _intact(catalog, route, tail, damaged)
+    found, _ = _with_store(intact, route, tail, damaged)
     if not found.pieces:
         _log.warning(
             "the store cannot provide marker %s; reading the log: %s\n  Try: %s", route.marker, error.headline, _REPAIR
@@ -530,11 +535,14 @@ def _around_damage(
 
 
 def _with_store(
-    catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError], readers: int = _READERS
+    catalog: Catalog,
+    route: Route,
+    tail: Sequence[Commit],
+    damaged: Mapping[str, CorruptionError],
+    readers: int = _READERS,
 ) -> tuple[Route, CorruptionError | None]:
-    """Return (``route`` with the store's pieces after the rows of the reader or HEAD, why they cannot be read)."""
+    """Return (``route`` with the store's pieces along its :func:`_tail`, why they cannot be read)."""
     try:
-        tail = _tail(route)
         with ThreadPoolExecutor(readers) as pool:
             cover = catalog.cover(tail, route.reach, pool)
             if not cover:
@@ -565,7 +573,8 @@ def instead_of_log(
     if catalog is None or not ends_early(catalog, route):
         return error
     newest = next(reversed([*damaged.values()]), None)
-    damage = newest or _with_store(catalog, Route(route.lineage, route.commit, route.since), damaged)[1]
+    cold = Route(route.lineage, route.commit, route.since)
+    damage = newest or _with_store(catalog, cold, _tail(cold), damaged)[1]
     return lost(damage, route.marker, error) if damage is not None else error
 
 
@@ -589,12 +598,12 @@ def lost(error: CorruptionError, marker: MarkerId, elsewhere: StreamCkptError | 
     return type(error)(error.message, hint=hint, **where)
 
 
-def _intact(catalog: Catalog, route: Route, damaged: Mapping[str, CorruptionError]) -> Catalog:
+def _intact(catalog: Catalog, route: Route, tail: Sequence[Commit], damaged: Mapping[str, CorruptionError]) -> Catalog:
     """Return ``catalog`` without damaged objects on the path to a marker: folds, and intervals with their markers.
 
     Only pieces that would be read are checked. If one is damaged, the pieces that avoid it are checked next.
     """
-    tail, since, whole = _tail(route), route.reach, set[str]()
+    since, whole = route.reach, set[str]()
     commits = {commit.id: commit for commit in tail}
 
     def is_damaged(step: Stride) -> bool:

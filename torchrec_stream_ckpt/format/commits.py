@@ -120,9 +120,14 @@ class Commits(MutableMapping[MarkerId, Commit]):
         away = {marker: place for marker, place in self._held.items() if isinstance(place, int)}
         return Commits, (self._held | dict(self._fetched(away)) if away else self._held,)
 
-    def through(self, markers: Iterable[MarkerId]) -> Iterator[Commit]:
-        """Iterate over the COMMITs of these markers. Those that are fetched for this are not held."""
-        markers, at_a_time = iter(markers), 1
+    def through(self, markers: Iterable[MarkerId], *, to_end: bool = False) -> Iterator[Commit]:
+        """Iterate over the COMMITs of these markers. Those that are fetched for this are not held.
+
+        Args:
+            markers: The markers.
+            to_end: True if the caller wants all of them, so that the first ones are not fetched alone.
+        """
+        markers, at_a_time = iter(markers), _AT_A_TIME if to_end else 1
         while some := list(islice(markers, at_a_time)):
             at_a_time = min(4 * at_a_time, _AT_A_TIME)  # a caller that wants the first few fetches only a few
             away = {marker: place for marker in some if isinstance(place := self._held[marker], int)}

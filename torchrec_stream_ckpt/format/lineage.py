@@ -221,7 +221,7 @@ class Lineage:
 
         The frames that one generation sent between two neighbors, or from its start, are an interval.
         """
-        return list(self.commits.through(self.leading_to(marker)))
+        return list(self.commits.through(self.leading_to(marker), to_end=True))
 
     def leading_to(self, marker: MarkerId) -> list[MarkerId]:
         """Return the markers of :meth:`chain`, without reading their COMMITs."""
