@@ -77,7 +77,7 @@ test-kafka: kafka-tools host-tools compiled ## Run only the tests that need a br
 	@OMP_NUM_THREADS=1 $(PY) -m pytest -m 'kafka and not slow' $(PYTEST_ARGS)
 
 test-slow: test-tools compiled ## Run the tests that `make test` leaves out: those of more than a minute, cells like others; property tests on new examples (PYTEST_ARGS=...)
-	@OMP_NUM_THREADS=1 $(PY) -m pytest -m slow $(PYTEST_ARGS)
+	@OMP_NUM_THREADS=1 $(PY) -m pytest --timeout 1800 -m slow $(PYTEST_ARGS)
 	@STREAM_CKPT_RANDOM=1 OMP_NUM_THREADS=1 $(PY) -m pytest -m hypothesis tests/unit
 
 # Not in .venv: that has no CUDA. docs/dev/testing.md says what this Python needs.
