@@ -138,7 +138,8 @@ def _cycles(uri: str, count: int) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_attaching_again_and_again_takes_no_threads_and_no_descriptors(count: int, tmp_path: Path) -> None:
     (seen,) = ranks.run(1, _cycles, f"file://{tmp_path}", count, timeout_s=600)
-    assert set(seen[3:]) == {seen[3]}, seen
+    # The kernel may count a thread that was joined a moment longer. One that stays is in each of the last three.
+    assert min(seen[-3:]) == min(seen[3:]), seen
 
 
 def _set_step(uri: str) -> State:
