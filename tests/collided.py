@@ -59,6 +59,9 @@ from torchrec_stream_ckpt.errors import SchemaMismatchError
 TABLES = [("one", 16, 8, ["a", "b"], 3, 4096), ("two", 24, 8, ["c"], 4, 1000)]
 FEATURES = [(feature, size) for _, _, _, features, _, size in TABLES for feature in features]
 BATCH = 12
+BY_BUCKETS = "num_buckets" in inspect.signature(row_wise).parameters
+"""Whether ``row_wise`` deals out whole buckets of hash ZCH. An older TorchRec has that below it only, and needs as
+many buckets on each rank."""
 ENDS = torch.tensor([-(2**63), -1, 2**63 - 2, 2**63 - 1])
 
 POLICIES = {
@@ -224,8 +227,8 @@ def job(
 
 
 def _by_buckets(buckets: int | None) -> Callable[..., Any]:
-    """``row_wise`` with shards of whole buckets. An older TorchRec has that below ``row_wise`` only."""
-    if "num_buckets" in inspect.signature(row_wise).parameters:
+    """``row_wise`` with shards of whole buckets."""
+    if BY_BUCKETS:
         return row_wise(num_buckets=buckets)
     inner, split = row_wise(), partial(sharding_plan.calculate_shard_sizes_and_offsets, num_buckets=buckets)
 

@@ -20,7 +20,8 @@ pytestmark = pytest.mark.distributed
 
 MINE = {"t_dp": ParameterConstraints(sharding_types=["data_parallel"])}
 SHARDED = {name: ParameterConstraints(sharding_types=["table_wise", "row_wise", "column_wise"]) for name in PLAN_2}
-SHORT = {"table_wise": "tw", "row_wise": "rw", "column_wise": "cw", "data_parallel": "dp"}
+SHORT = {"table_wise": "tw", "row_wise": "rw", "column_wise": "cw", "table_column_wise": "cw", "data_parallel": "dp"}
+"""On one host, where an older planner takes ``table_column_wise``, it deals out columns as ``column_wise`` does."""
 
 
 Constraints = dict[str, ParameterConstraints]
@@ -32,11 +33,11 @@ def make_plan(constraints: Constraints) -> Spec:
     topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
     planner = EmbeddingShardingPlanner(topology=topology, constraints=constraints)
     plan = planner.collective_plan(Net(), [sharder], dist.group.WORLD).plan["ebc"]
-    where = {"table_wise": lambda ranks: ranks[0], "column_wise": lambda ranks: ranks}
+    where = {"tw": lambda ranks: ranks[0], "cw": lambda ranks: ranks}
     return {
         name: (
             SHORT[sharding.sharding_type],
-            where.get(sharding.sharding_type, lambda _: None)(sharding.ranks),
+            where.get(SHORT[sharding.sharding_type], lambda _: None)(sharding.ranks),
         )
         for name, sharding in plan.items()
     }

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests import collided, hashed, warm
-from tests.collided import ENDS, TABLES, Job, Owned, answers, attach, killed, owned, until_killed
+from tests.collided import BY_BUCKETS, ENDS, TABLES, Job, Owned, answers, attach, killed, owned, until_killed
 from tests.hash_zch import FREE, trainable
 from torchrec_stream_ckpt import FollowedTables, StreamCheckpointer, follow
 from torchrec_stream_ckpt.errors import ConfigError
@@ -33,7 +33,7 @@ HASHED: dict[str, dict[str, Any]] = {
 """With hash sizes, ids outside of them fail in TorchRec."""
 WORLDS = {
     "managed collision": (2, 1),
-    "TTL by feature, opt in": (3, 2),  # 2, 1 and 1 of the buckets
+    "TTL by feature, opt in": (3 if BY_BUCKETS else 4, 2),  # of three, they have 2, 1 and 1 of the buckets
     "LRU, all of int64": (1, 2),
     "TTL, all of int64": (1, 2),
     "no eviction": (2, 1),
