@@ -209,6 +209,7 @@ def digest_of(state: object) -> str:
         (torch.nn.Linear(2, 2), "a module (Linear)"),
         (torch.zeros(3, device="meta"), "tensor"),
         (torch.eye(3).to_sparse(), "tensor"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "tensor"),
         (sys, "module"),
     ],
 )

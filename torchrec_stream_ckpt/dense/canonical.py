@@ -128,7 +128,8 @@ class _Walk:
         return None
 
     def _tensor(self, tensor: torch.Tensor, place: str) -> bytes:
-        if isinstance(tensor, DTensor) or tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        dense = tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_meta or tensor.is_nested)
+        if isinstance(tensor, DTensor) or not dense:
             raise self._cannot(place, f"is not a plain dense tensor ({type(tensor).__name__})")
         shape = f"{tensor.dtype} {tuple(tensor.shape)} {tensor.device.type} "
         if tensor.is_cuda and self._known is None:
