@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -378,6 +379,32 @@ def test_a_marker_whose_base_somebody_took_away_is_not_committed(tmp_path: Path)
         assert marker == "2:3"
         assert "no segment with bytes 0 to " in refused
     assert [str(marker) for marker in _lineage(uri).commits] == ["1:1", "1:2", "2:3"]
+
+
+def _on_a_copy(uri: str) -> str:
+    """Rank 1 works on its own copy of a log with a marker: what the next marker says."""
+    folder = Path(uri.removeprefix("file://"))
+    if dist.get_rank() == 1:
+        shutil.copytree(folder, folder.with_name("copy"))
+        uri = f"file://{folder.with_name('copy')}"
+    dist.barrier()
+    job = trainer(PLAN_2)
+    with attach(job, StreamConfig(uri=uri, marker_every=None)) as checkpointer:
+        checkpointer.restore()
+        job.step()
+        checkpointer.step()
+        with pytest.raises(CorruptionError) as caught:
+            checkpointer.mark().result(60)
+    return f"{caught.value}"
+
+
+def test_a_rank_that_writes_to_a_copy_of_the_log_commits_no_marker_and_hears_why(tmp_path: Path) -> None:
+    uri = f"file://{tmp_path}/log"
+    assert warm.run(2, _base_goes, uri) == [["1:1", "1:2"], ["1:1", "1:2"]]
+    for said in warm.run(2, _on_a_copy, uri):
+        assert "no segment with bytes 0 to " in said
+        assert "if a rank has just written it, put the log on a file system that all ranks share" in said
+    assert [str(marker) for marker in _lineage(uri).commits] == ["1:1", "1:2"]
 
 
 def _bad_calls(uri: str) -> dict[str, str]:

@@ -189,9 +189,10 @@ def pieces(root: Path, span: LogSpan, names: SegmentNames) -> list[tuple[Path, i
         else:
             what = f"no segment with bytes {position} to {span.end} is there, but they were committed"
         cut_short = all(end < span.end for _, _, _, end in found)
+        written = "" if found else "; if a rank has just written it, put the log on a file system that all ranks share"
         raise (StreamLostError if cut_short else CorruptionError)(
             what,
-            hint="restore an older marker, or restore the missing segment from a copy",
+            hint=f"restore an older marker, or restore the missing segment from a copy{written}",
             generation=span.generation,
             path=folder,
         )
