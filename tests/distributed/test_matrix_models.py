@@ -65,7 +65,7 @@ LIKE_OTHERS = {
 }
 """Models that differ in one value from one that `make test` runs: `make test-all` runs them too."""
 CELL_FAMILIES = tuple(FAMILIES)
-GRID_BY_FEATURE = "variable_batch_per_feature" in GridPooledEmbeddingDist.forward.__code__.co_names
+GRID_BY_FEATURE = hasattr(GridPooledEmbeddingDist, "_preprocess_batch_size_per_rank_per_feature")
 """Whether a grid takes batch sizes that vary by feature. It does not under the older stack."""
 SEQUENCES = ("tw", "rw", "cw")
 MODELS: dict[str, tuple[Model, tuple[str, ...], str]] = {
