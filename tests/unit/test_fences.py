@@ -455,6 +455,13 @@ print(json.dumps([early, sorted(sys.modules)]))
     assert {"confluent_kafka", "fsspec"} <= after
 
 
+def test_a_user_who_imports_the_package_sees_no_warning_of_it() -> None:
+    program = f"import {PACKAGE} as package; [getattr(package, name) for name in package.__all__]"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not re.findall(rf".*/{PACKAGE}/.*Warning.*", done.stderr)
+
+
 def test_what_the_training_thread_may_wait_for_is_never_left_locked_by_a_signal() -> None:
     found_in = ("capture/", "dense/", "format/", "job/", "log/", "model/", "ranks/", "restore/", "save/")
     made = re.compile(r"(threading\.(Condition|Event|Semaphore|Barrier)|\bFuture|\bQueue)\(")

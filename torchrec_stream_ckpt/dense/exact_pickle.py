@@ -22,8 +22,19 @@ import numpy as np
 import torch
 
 _FOREIGN = ">" if sys.byteorder == "little" else "<"
-_NAMES = "Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char", "Byte", "Bool"
-_STORAGES = {kind.dtype: kind for kind in (getattr(torch, f"{name}Storage") for name in _NAMES)}
+_STORAGES = {
+    torch.float64: torch.DoubleStorage,
+    torch.float32: torch.FloatStorage,
+    torch.float16: torch.HalfStorage,
+    torch.bfloat16: torch.BFloat16Storage,
+    torch.int64: torch.LongStorage,
+    torch.int32: torch.IntStorage,
+    torch.int16: torch.ShortStorage,
+    torch.int8: torch.CharStorage,
+    torch.uint8: torch.ByteStorage,
+    torch.bool: torch.BoolStorage,
+}
+"""The classes know their dtypes, but each warns of its deprecation when it is asked."""
 
 dump = pickle.dump
 """(``torch.save`` takes this module in the place of ``pickle``.)"""
