@@ -84,6 +84,8 @@ class Shape:
             + 8 * (proved // row_bytes)
             + (self.markers + 1) * (1500 + 25 * self.world)
             + 40_000 * self.tensors
+            + 20_000 * self.tables
+            + 13_000 * self.stateful
         )
 
 

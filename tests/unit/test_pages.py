@@ -382,6 +382,9 @@ def test_no_counted_work_grows_at_small_sizes() -> None:
     check_sentences("benchmarks/growth/README.md", {r"of (\d+) cells, no counted work has": [len(rows)]})
     above = {kind for row in rows for kind, power in row["exponents"].items() if power > 1.15}
     assert above <= {"cpu_s", "memory_bytes"}
+    far = newest("growth", "far").found["rows"]
+    steep = sum(power > 1.15 for row in far for power in row["exponents"].values())
+    check_sentences("docs/growth.md", {r"sizes: (\d+) values of (\d+) cells": [steep, len(far)]})
 
 
 def test_what_the_performance_page_says_of_synthetic_runs() -> None:
