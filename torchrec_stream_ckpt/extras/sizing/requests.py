@@ -175,7 +175,7 @@ def scrub_requests(held: HeldStore, *, kept_s: float = 0.0) -> Requests:
     """
     large = held.num_bytes if held.num_bytes > SMALL_BYTES * held.segments else 0.0
     read = 2 + 2 * held.markers + 2 * held.folds + 3 * held.segments + large / PIECE_BYTES
-    return Requests(11 + kept_s / 5 + 2 * _pages(held.markers), read)
+    return Requests(11 + kept_s / 5 + _pages(held.markers), read)
 
 
 def trim_requests(held: HeldStore, *, fresh: float, fresh_bytes: float = 0.0) -> Requests:
