@@ -679,12 +679,13 @@ def test_where_failures_leave_time_and_where_others_are_ahead() -> None:
     short, hour, long = (result.point(f"MTBF {name}") for name in ("10 min", "1 h", "6 h"))
     at_long = sorted(long.median(name) for name in others)
     said: dict[str, Iterable[float]] = {
-        r"hour: ([\d.]+)% at 10 minutes where the best of the others has ([\d.]+)%": [
+        r"10 minutes: ([\d.]+)% where the best of the others has ([\d.]+)%": [
             short.median(spare),
             max(short.median(name) for name in others),
         ],
         r"steps that take ([\d.]+) times as long": [result.facts["costs"][ours]["slower"]],
-        r"it is ([\d.]+)%, and ([\d.]+)% with a spare, where they have ([\d.]+)% to ([\d.]+)%": [
+        r"they took ([\d.]+) times as long \(0.98 to 1.06": [result.facts["costs"][paced]["slower"]],
+        r"it is ([\d.]+)%, and ([\d.]+)% with a spare, where the others have ([\d.]+)% to ([\d.]+)%": [
             long.median(paced),
             long.median(spare),
             at_long[0],
@@ -698,13 +699,12 @@ def test_where_failures_leave_time_and_where_others_are_ahead() -> None:
     check_sentences(PAGE, said)
     for ending in ("", ", one store"):
         short, hour, long = (result.point(f"MTBF {name}{ending}") for name in ("10 min", "1 h", "6 h"))
-        for point in (short, hour):
-            assert point.median(spare) > max(point.median(name) for name in others)
+        assert short.median(spare) > max(short.median(name) for name in others)
         assert short.median("torch.save") < min(short.median(ours), short.median(paced))
         for point in (short, hour, long):
-            assert point.median(others[2]) > max(point.median(ours), point.median(paced)) - 0.1
+            assert min(point.median(name) for name in others[1:]) > max(point.median(ours), point.median(paced))
         for point in (hour, long):
-            assert point.median(others[1]) > max(point.median(ours), point.median(paced))
+            assert min(point.median(name) for name in others[1:]) > point.median(spare)
         assert min(long.median(name) for name in others) > long.median(ours)
 
 
