@@ -60,7 +60,7 @@ TABLES = [("one", 16, 8, ["a", "b"], 3, 4096), ("two", 24, 8, ["c"], 4, 1000)]
 FEATURES = [(feature, size) for _, _, _, features, _, size in TABLES for feature in features]
 BATCH = 12
 BY_BUCKETS = "num_buckets" in inspect.signature(row_wise).parameters
-"""Whether ``row_wise`` deals out whole buckets of hash ZCH. An older TorchRec has that below it only, and needs as
+"""True if ``row_wise`` deals out whole buckets of hash ZCH. An older TorchRec has that below it only, and needs as
 many buckets on each rank."""
 ENDS = torch.tensor([-(2**63), -1, 2**63 - 2, 2**63 - 1])
 

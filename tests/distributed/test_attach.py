@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,18 @@ def _threads_and_descriptors() -> tuple[int, int]:
     return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
 
 
+def _settled(known: tuple[int, int] | None) -> tuple[int, int]:
+    """The least of each: the kernel may count a thread that was joined a moment longer. Looks for ten seconds, or until
+    it is what is ``known``; for one if nothing is."""
+    least = _threads_and_descriptors()
+    deadline = time.monotonic() + (10 if known else 1)
+    while least != known and time.monotonic() < deadline:
+        time.sleep(0.01)
+        threads, descriptors = _threads_and_descriptors()
+        least = min(least[0], threads), min(least[1], descriptors)
+    return least
+
+
 def _cycles(uri: str, count: int) -> list[tuple[int, int]]:
     job = trainer(PLAN_1)
     seen = []
@@ -131,15 +144,14 @@ def _cycles(uri: str, count: int) -> list[tuple[int, int]]:
             checkpointer.step()
             checkpointer.mark().result(60)
         del checkpointer
-        seen.append(_threads_and_descriptors())
+        seen.append(_settled(seen[3] if len(seen) > 3 else None))
     return seen
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_attaching_again_and_again_takes_no_threads_and_no_descriptors(count: int, tmp_path: Path) -> None:
     (seen,) = ranks.run(1, _cycles, f"file://{tmp_path}", count, timeout_s=600)
-    # The kernel may count a thread that was joined a moment longer. One that stays is in each of the last three.
-    assert min(seen[-3:]) == min(seen[3:]), seen
+    assert set(seen[3:]) == {seen[3]}, seen
 
 
 def _set_step(uri: str) -> State:

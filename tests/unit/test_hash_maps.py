@@ -31,7 +31,7 @@ EVICTING = {
     "eviction_config": HashZchEvictionConfig(features=["t"], single_ttl=1),
 }
 GIVES_VALUES = "write_runtime_meta_dim" in inspect.signature(HashZchManagedCollisionModule).parameters
-"""Whether this TorchRec keeps values that a lookup gives for its rows. An older one only counts lookups there."""
+"""True if this TorchRec keeps values that a lookup gives for its rows. An older one only counts lookups there."""
 RUNTIME: dict[str, Any] = {"write_runtime_meta_dim": 3} if GIVES_VALUES else {"track_id_freq": True}
 COLUMNS = ("_hash_zch_identities", "_hash_zch_metadata", "_hash_zch_runtime_meta")
 
