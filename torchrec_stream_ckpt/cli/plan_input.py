@@ -159,7 +159,7 @@ class PlanOptions:
             steps_per_s=steps_per_s,
             drain_every=self.drain_every,
             marker_s=_positive("--marker-every-s", _or(self.marker_every_s, marker_s)),
-            dense_bytes=dense_bytes if self.dense is None else _size_or_none(self.dense),
+            dense_bytes=dense_bytes if self.dense is None else _size_or_zero(self.dense),
         )
 
     def of_log(self, job: Job) -> Workload:
@@ -224,7 +224,7 @@ def _planned_tables(options: PlanOptions) -> list[PlannedTable]:
     return _planned({"rows": number(rows), "dim": dim, "count": int(tables or "1")} | every, "t", "--tables")
 
 
-def _size_or_none(text: str) -> int:
+def _size_or_zero(text: str) -> int:
     """Parse bytes as :func:`parse_size` does, or 0: a job may have no dense model."""
     return 0 if text.strip() == "0" else parse_size(text)
 

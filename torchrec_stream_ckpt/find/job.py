@@ -458,7 +458,7 @@ def open_tier(config: StreamConfig, *, signs: bool = True, spare: bool = False, 
     )
 
 
-def elsewhere(uri: str, rank: int) -> ConfigError:
+def not_shared(uri: str, rank: int) -> ConfigError:
     """Return the error of a rank that has reached another log or store than rank 0 has, under the same URI."""
     return ConfigError(
         "this rank does not see the same log and store as rank 0",

@@ -25,7 +25,7 @@ from torchrec_stream_ckpt.evolve.model_evolution import ModelEvolution
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
 from torchrec_stream_ckpt.find.best import Best
 from torchrec_stream_ckpt.find.find import Damaged, OpenHead, find, no_head
-from torchrec_stream_ckpt.find.job import Job, Named, Tier, Wanted, elsewhere, wanted
+from torchrec_stream_ckpt.find.job import Job, Named, Tier, Wanted, not_shared, wanted
 from torchrec_stream_ckpt.find.route import Route
 from torchrec_stream_ckpt.find.tiers import Tiers, TierState, named
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, same_tables
@@ -553,7 +553,7 @@ class Session:
         def compare() -> tuple[SavedDense, MarkerComparison]:
             folder = route.place.dense(self._job).local(route.commit)
             if self._team.rank and not folder.is_dir():  # rank 0 has found it
-                raise elsewhere(self._config.uris[0], self._team.rank)
+                raise not_shared(self._config.uris[0], self._team.rank)
             saved = SavedDense(folder, len(route.commit.ranks), self._team.rank)
             return saved, compared(route, schema, self._dense, saved, changes, shards)
 

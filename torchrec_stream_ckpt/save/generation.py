@@ -16,7 +16,7 @@ from torchrec_stream_ckpt.errors import (
     MarkerNotFoundError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.find.job import Tier, elsewhere
+from torchrec_stream_ckpt.find.job import Tier, not_shared
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.claim_features import ALIGNED, DENSE_PROOF, IDS, KNOWN
 from torchrec_stream_ckpt.format.claim_references import brief, nobodys
@@ -318,4 +318,4 @@ def check_same_log(log_: Log, dense: DenseStore, config: StreamConfig, claim: Cl
     """
     seen = log_.incarnation()
     if seen is None or seen.id != claim.incarnation or not dense.is_seen(claim.job):
-        raise elsewhere(config.uris[0], rank)
+        raise not_shared(config.uris[0], rank)
