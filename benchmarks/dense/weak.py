@@ -232,9 +232,9 @@ def room(args: argparse.Namespace, ranks: int) -> Room:
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=3)
-    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2, 4])
-    for name, default in (("megabytes", 100), ("steps", 46), ("every", 15), ("batch", 64)):
+    parser = arguments(__doc__, rounds=6)
+    parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
+    for name, default in (("megabytes", 100), ("steps", 31), ("every", 15), ("batch", 32)):
         parser.add_argument(f"--{name}", type=at_least(1), default=default)
     add_fsync(parser)
     args = parse(parser, megabytes=2, steps=5, every=2, rounds=1, ranks=[1, 2])

@@ -123,7 +123,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--ranks", type=at_least(1), default=1)
     parser.add_argument("--bound", type=float, default=0.01)
-    parser.add_argument("--seconds", type=float, default=300.0, help="of each stretch")
+    parser.add_argument("--seconds", type=float, default=90.0, help="of each stretch")
     add_device(parser)
     args = parse(parser, seconds=0.2)
     if args.seconds <= 0:

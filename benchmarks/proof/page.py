@@ -28,6 +28,8 @@ from pages import written  # noqa: E402
 PARTS = {"": "run.py", "terabyte": "terabyte.py", "costs": "costs.py", "ettr": "ettr.py", "age": "../freshness/run.py"}
 """Variant of a result -> what makes it. ``ettr.py`` reads the costs."""
 OPTIONS = {"age": ["--part", "age"]}
+LONG = {"": ["--kills", "1000", "--peer-kills", "50"]}
+"""Without ``--quick``; by itself the part has fewer kills."""
 QUICK = {"age": ["--log", "file"]}
 """No broker within two minutes."""
 PICTURE = r"\]\(\.\./benchmarks/proof/results/[^_)]*_[^_)]*{}\.png\)"
@@ -53,7 +55,7 @@ def run(to: Path, variant: str, quick: bool, more: list[str]) -> bool:
         return True
     for old in out.parent.glob(f"*_here{'_' * bool(variant)}{variant}.json"):
         old.unlink()
-    call = ["--out", str(out), *more, *OPTIONS.get(variant, ())]
+    call = ["--out", str(out), *([] if quick else LONG.get(variant, ())), *more, *OPTIONS.get(variant, ())]
     call += ["--quick", *QUICK.get(variant, ())] if quick else []
     if script in RESUMED:
         call += ["--folder", str(to / f"{script.removesuffix('.py')}-{commit()}")]

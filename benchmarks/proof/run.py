@@ -1,6 +1,6 @@
 """Kill a job again and again, and compare what it has computed, bit for bit, with a run that was never killed.
 
-    python benchmarks/proof/run.py [--kills 1000] [--peer-kills 50] [--minutes 60] [--folder DIR] [--out FILE.json]
+    python benchmarks/proof/run.py [--kills 60] [--peer-kills 6] [--minutes 60] [--folder DIR] [--out FILE.json]
 
 Two ranks of ``recipes/train_dlrm.py`` (clicks like Criteo's, 26 tables, four kinds of sharding) train and stream to a
 folder while a materializer folds the log. At random moments, a quarter of them while the job starts or restores, one
@@ -279,9 +279,9 @@ def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kills", type=at_least(1), default=1000, help="of our job")
-    parser.add_argument("--peer-kills", type=at_least(0), default=50, help="of each of the others; 0: none of them")
-    parser.add_argument("--rows", type=at_least(50), default=100_000, help="of the largest of 26 tables")
+    parser.add_argument("--kills", type=at_least(1), default=60, help="of our job")
+    parser.add_argument("--peer-kills", type=at_least(0), default=6, help="of each of the others; 0: none of them")
+    parser.add_argument("--rows", type=at_least(50), default=50_000, help="of the largest of 26 tables")
     log = "of our job; with kafka, every second kill is that of its broker, which starts again within seconds"
     parser.add_argument("--log", choices=("file", "kafka"), default="file", help=log)
     parser.add_argument("--mean-s", type=float, default=1.5, help="seconds of training between two kills")

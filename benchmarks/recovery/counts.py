@@ -29,7 +29,7 @@ from workload import WORKLOADS, Ids, Workload, shaped  # noqa: E402
 
 from torchrec_stream_ckpt.maintain.compactor import Policy  # noqa: E402
 
-RATIOS = (0.0, 0.005, 0.01, 0.02, 0.04, 0.08, 0.16, 1.0)
+RATIOS = (0.0, 0.01, 0.02, 0.04, 0.08)
 MARKERS = (10, 31, 50, 75, 100, 125, 150)
 ALL = Filters()
 
@@ -270,7 +270,7 @@ def _name(ratio: float) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["kaggle", "deepfm"])
     parser.add_argument("--rows", type=at_least(1000), help="of all tables together")
     parser.add_argument("--markers", type=at_least(1), help="intervals after the base")
     parser.add_argument("--batch", type=at_least(1), help="samples a step")

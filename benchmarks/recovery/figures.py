@@ -164,7 +164,7 @@ FIGURES: dict[str, Callable[[int], dict[str, Any]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--figures", nargs="+", choices=FIGURES, default=list(FIGURES))
-    parser.add_argument("--part", type=at_least(1), default=1, help="one row and one sample of so many")
+    parser.add_argument("--part", type=at_least(1), default=10, help="one row and one sample of so many")
     parser.add_argument("--quick", action="store_true", help=f"--part {QUICK_PART}")
     parser.add_argument("--out", type=Path, help="file the result as JSON")
     args = parser.parse_args()

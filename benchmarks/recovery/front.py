@@ -274,7 +274,7 @@ def _places(rows: Any) -> Sequence[list[float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", type=at_least(1), nargs="+", metavar="PART", help="the store alone, at these parts")
-    parser.add_argument("--part", type=at_least(1), default=1, help="take one row and one sample of this many")
+    parser.add_argument("--part", type=at_least(1), default=10, help="take one row and one sample of this many")
     parser.add_argument(
         "--quick", action="store_true", help=f"--part {QUICK_PART}, 16 markers: no figure means anything"
     )

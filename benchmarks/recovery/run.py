@@ -1,6 +1,6 @@
 """Any marker back: this library's store beside naive increments, Check-N-Run and IncrCP, over the same frames.
 
-    python benchmarks/recovery/run.py [--quick] [--workload kaggle deepfm pnn] [--out STEM] [--scratch DIR]
+    python benchmarks/recovery/run.py [--quick] [--workload kaggle deepfm pnn] [--schemes all] [--out STEM]
 
 A stream is written by the library's own codec, marker by marker; every scheme makes each marker durable from the same
 frames; then chosen markers are restored by all of them in interleaved rounds, with the page cache warm and cold. Every
@@ -77,6 +77,9 @@ GROUPS: dict[str, dict[str, Make]] = {
     },
 }
 
+FILED = ["store", DEFAULT, "store, span4", "IncrCP", "torch.load", COPY, MAPPED]
+"""Schemes of the newest result of the whole job: the others take hours, and 75 GB of disk."""
+
 _ROOM = {name: (1.0, 2.0) for makes in GROUPS.values() for name in makes} | {
     "naive": (0.0, 1.0),
     **dict.fromkeys(("naive, index_copy_", "log, no store", "store, head"), (0.0, 0.0)),
@@ -123,20 +126,20 @@ def main() -> None:
 
 def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
+    parser.add_argument("--workload", nargs="+", choices=WORKLOADS, default=["kaggle"])
     parser.add_argument("--rows", type=at_least(1000), help="of all tables together")
     parser.add_argument("--markers", type=at_least(1), help="intervals behind the base")
     parser.add_argument("--batch", type=at_least(1), help="samples a step; an interval is 10 steps")
-    parser.add_argument("--restore", type=int, nargs="+", help="markers to restore; the newest one always is")
+    parser.add_argument("--restore", type=int, nargs="+", default=[50, 150], help="markers; the newest one always is")
     parser.add_argument("--rounds", type=at_least(1), help="with the page cache warm (default 7)")
     parser.add_argument("--cold-rounds", type=at_least(1), help="and cold (default 5)")
     parser.add_argument("--cold-by", choices=("fadvise", "drop-caches"), help="default: drop-caches where root allows")
     parser.add_argument("--incrcp-every", type=at_least(1), default=100, help=f"N of '{PUBLISHED}'")
     parser.add_argument("--threads", type=at_least(1), default=2, help="of torch")
-    parser.add_argument("--schemes", nargs="+", help="only these, and naive")
+    parser.add_argument("--schemes", nargs="+", default=FILED, help="these and naive, or all (default: %(default)s)")
     parser.add_argument("--scratch", type=Path, help="folder for the files, on the disk to be measured; removed again")
     parser.add_argument("--out", type=Path, help="file STEM.json and STEM_*.png")
-    args = parse(parser, workload=["pnn"])
+    args = parse(parser, workload=["pnn"], restore=list(MARKERS), schemes=["all"])
     if args.rounds is None:
         args.rounds = 2 if args.quick else 7
     if args.cold_rounds is None:
@@ -154,7 +157,7 @@ def _shape(name: str, args: argparse.Namespace) -> Workload:
 
 
 def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    wanted = {marker for marker in args.restore or MARKERS if marker < workload.intervals} | {workload.intervals}
+    wanted = {marker for marker in args.restore if marker < workload.intervals} | {workload.intervals}
     few = sorted({*sorted(wanted)[::2], workload.intervals})
     asked = [{key: make for key, make in makes.items() if _is_asked(key, args)} for makes in GROUPS.values()]
     _check_room(workload, few, asked, scratch)
@@ -196,7 +199,7 @@ def _run(workload: Workload, args: argparse.Namespace, scratch: Path) -> dict[st
 
 
 def _is_asked(scheme: str, args: argparse.Namespace) -> bool:
-    return not args.schemes or scheme in ("naive", *args.schemes)
+    return "all" in args.schemes or scheme in ("naive", *args.schemes)
 
 
 def _check_room(workload: Workload, markers: Sequence[int], groups: Sequence[Collection[str]], scratch: Path) -> None:

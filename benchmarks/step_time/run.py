@@ -204,7 +204,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=at_least(1), default=1)
     parser.add_argument("--rounds", type=at_least(1), default=5)
-    parser.add_argument("--steps", type=at_least(1), default=100, help="of a block (default: %(default)s)")
+    parser.add_argument("--steps", type=at_least(1), default=40, help="of a block (default: %(default)s)")
     parser.add_argument("--config", choices=tuple(CONFIGS), default="thesis")
     parser.add_argument("--variants", nargs="+", choices=tuple(VARIANTS), default=list(VARIANTS), metavar="NAME")
     parser.add_argument("--zipf", type=float, default=1.05)

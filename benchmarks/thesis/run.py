@@ -1,6 +1,6 @@
 """Whole runs in the shape of the thesis' tables 6.1-6.6, and recoveries as in 6.7-6.12: paired, interleaved.
 
-    python benchmarks/thesis/run.py [--workload synthetic criteo] [--log kafka] [--epochs 60] [--quick] [--out FILE]
+    python benchmarks/thesis/run.py [--workload synthetic criteo] [--log kafka] [--epochs N] [--quick] [--out FILE]
 
 A run is epochs, with a checkpoint after every first, second or third one; it is over when its last checkpoint is
 durable. ``synthetic``: 8 tables x 80,000 x 64, global batch 2048, 100 uniform ids a lookup (``--ids``), epochs of three
@@ -283,10 +283,10 @@ def judge(report: Report, what: str, setting: Setting, found: dict[str, Measured
 
 
 def main() -> None:
-    parser = arguments(__doc__, rounds=5)
+    parser = arguments(__doc__, rounds=3)
     parser.add_argument("--workload", nargs="+", choices=tuple(SHAPES), default=["synthetic", "criteo"])
     parser.add_argument("--ranks", type=at_least(1), nargs="+", default=[1, 2])
-    parser.add_argument("--epochs", type=at_least(3), default=60, help="of a run (default: %(default)s)")
+    parser.add_argument("--epochs", type=at_least(3), help="of a run (default: 60 of criteo, 6 of the others)")
     parser.add_argument("--ids", type=at_least(1), default=100, help="a lookup of synthetic (default: %(default)s)")
     parser.add_argument("--log", choices=("file", "kafka"), default="file", help="of the thesis' chunks and of ours")
     parser.add_argument("--each-step", action="store_true", help="also stream each step, a checkpoint every epoch")
@@ -309,6 +309,7 @@ def main() -> None:
 
 def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> None:
     for workload in args.workload:
+        epochs = args.epochs or (60 if workload == "criteo" else 6)
         table_bytes = shape_of(workload, args.quick).table_bytes
         ids = args.ids * len(SHAPES[workload].rows) * 8 if workload != "criteo" else 0
         epoch_bytes = 2 * ids * sum(batches(workload, args.quick))
@@ -317,14 +318,14 @@ def measure_all(args: argparse.Namespace, report: Report, bootstrap: str) -> Non
         # A run's chunks and a run's log lie side by side; a broker deletes those of the runs before a minute late.
         # With --each-step an epoch's chunks hold nearly all rows once a step.
         steps = len(batches(workload, args.quick)) if args.each_step else 1
-        runs = (4 if bootstrap else 2) * args.epochs * steps
-        check_disk((1 << 28) + (8 + runs) * table_bytes, f"{workload}: two runs of {args.epochs} checkpoints")
+        runs = (4 if bootstrap else 2) * epochs * steps
+        check_disk((1 << 28) + (8 + runs) * table_bytes, f"{workload}: two runs of {epochs} checkpoints")
         check_disk((1 << 24) + 2 * table_bytes, f"{workload}: its HEAD in /dev/shm", Path("/dev/shm"))
         for ranks in args.ranks:
             setting = Setting(
                 workload,
                 args.rounds,
-                args.epochs,
+                epochs,
                 args.ids,
                 args.quick,
                 tuple(args.fsync),

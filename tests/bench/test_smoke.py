@@ -208,7 +208,7 @@ TOO_SMALL = {
     "memory/run.py --rows 5000": "--rows 5000 --touched 0.01 leaves each of 10 steps less than one bag of 10 rows",
     "merge/run.py --markers 3": "--markers: 3 is too small: pass at least 20",
     "overhead/run.py --seconds 0": "--seconds 0: no step fits into that time: pass more than 0",
-    "dense/weak.py --every 47": "--every 47: a run of --steps 46 has no checkpoint: make it at most that",
+    "dense/weak.py --every 32": "--every 32: a run of --steps 31 has no checkpoint: make it at most that",
     "recovery/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
     "restore/run.py --rows 500": "--rows 500 --steps 10: the steps touch a tenth of the rows",
     "scale/run.py --rows 10": "--rows: 10 is too small: pass at least 1000",
