@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tests.parts import Ack
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Trim
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.end_note import End
@@ -18,7 +19,7 @@ from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, json_fra
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, events_frame_bytes, put_events
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Log
-from torchrec_stream_ckpt.log.api import Ack, DataWriter
+from torchrec_stream_ckpt.log.api import DataWriter
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 JOB = uuid.UUID(int=7).bytes

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from tests import zoo
 from tests.model import Spec, trainer
 from tests.model import truth as truth_of
+from tests.parts import FolderObjects
 from tests.zoo_models import Model, Plan
 from torchrec_stream_ckpt import StreamReader
-from torchrec_stream_ckpt.store.folder import FolderObjects
 
 How = dict[str, Any]
 """``{"checkpoint_id": folder}``, or the arguments of StreamReader."""

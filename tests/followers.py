@@ -10,13 +10,12 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from tests.parts import FollowMode, Policy, Update, UpdateKind
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, Job, image_of_log
 from torchrec_stream_ckpt import FollowedTables, follow
-from torchrec_stream_ckpt.extras.follower.core import Follower, FollowMode
-from torchrec_stream_ckpt.extras.follower.updates import Update, UpdateKind
+from torchrec_stream_ckpt.extras.follower.core import Follower
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR, parse_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -7,12 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from tests.parts import FileLog, decode_chunk, entries_of, lay_out, parse_front
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of, seal
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.format.segment import decode_chunk, entries_of, lay_out, parse_front
 from torchrec_stream_ckpt.inner import Catalog, Control, Log, open_store
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain.sorter import RowSorter
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, DATA_DIR, RECORDS_DIR, manifest_name
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, RankEnd

@@ -21,9 +21,9 @@ from typing import IO, Any, TextIO, TypeVar
 
 import pytest
 
+from tests.parts import failpoints
 from torchrec_stream_ckpt.maintain.engine import processes
-from torchrec_stream_ckpt.script import free_port
-from torchrec_stream_ckpt.util import failpoints
+from torchrec_stream_ckpt.util.ports import free_port
 
 T = TypeVar("T")
 ROOT = Path(__file__).parents[1]
@@ -68,7 +68,7 @@ def status_of(function: Callable[..., Any], *args: Any, fuse: str = "", report: 
 
 def command(*arguments: str) -> None:
     """(process) Be ``stream-ckpt``, and print nothing."""
-    from torchrec_stream_ckpt.cli.main import main
+    from tests.parts import main
 
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     sys.argv = ["stream-ckpt", *arguments]

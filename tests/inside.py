@@ -16,14 +16,13 @@ from unittest.mock import patch
 
 import torch.distributed as dist
 
+from tests.parts import FrameRing, RowStager
 from torchrec_stream_ckpt import StreamCheckpointer
 from torchrec_stream_ckpt.capture.attached_model import Attached
 from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.sender import Sender
-from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.dense.dense_state import DenseState
-from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Tier
 from torchrec_stream_ckpt.log.publisher import Publisher

@@ -10,6 +10,7 @@ import numpy as np
 
 from tests import builders
 from tests.builders import Stream
+from tests.parts import FileLog
 from torchrec_stream_ckpt.format.control import Commit, Mark
 from torchrec_stream_ckpt.format.end_note import Note
 from torchrec_stream_ckpt.format.frame import Kind
@@ -17,7 +18,6 @@ from torchrec_stream_ckpt.format.proof import Proof, Window
 from torchrec_stream_ckpt.format.record import meta_of
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Log
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 
 FIRST_S = 1_700_000_000.0

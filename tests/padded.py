@@ -12,11 +12,10 @@ from unittest import mock
 import numpy as np
 
 from tests.builders import JOB
-from tests.parts import FileLog, FrameRing
+from tests.parts import BLOCK, FileLog, FrameRing
 from torchrec_stream_ckpt.dense import hashed_file
 from torchrec_stream_ckpt.format import padding
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, check_pad, parse_header, payload_of
-from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.format.ring import Bytes
 from torchrec_stream_ckpt.log import direct, publisher
 from torchrec_stream_ckpt.log.publisher import Publisher

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
+from tests.parts import open_log, read_hello, read_mark
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Window
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import read_stream
-from torchrec_stream_ckpt.log.api import open_log
-from torchrec_stream_ckpt.log.stream import read_hello, read_mark
 from torchrec_stream_ckpt.model import FusedKernel, LocalShard
 
 MASK = 2**64 - 1

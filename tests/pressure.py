@@ -13,8 +13,8 @@ import torch.distributed as dist
 from tests import model
 from tests.inside import inside
 from tests.model import Trainer, trainer
+from tests.parts import Ack
 from torchrec_stream_ckpt import StreamCheckpointer
-from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 from torchrec_stream_ckpt.save import coordinator
 

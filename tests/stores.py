@@ -12,24 +12,18 @@ from typing import TypeAlias
 import numpy as np
 
 from tests.builders import Stream, claim, commit, digest_files, write
+from tests.parts import FileLog, HeadWriter, Piece, Policy, TierState, decode_chunk, locate, read_chunks
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.find.find import OpenHead, Search, no_head
-from torchrec_stream_ckpt.find.route import locate
-from torchrec_stream_ckpt.find.tiers import TierState
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.inner import Catalog, Control, Job, Objects, Route, open_store
 from torchrec_stream_ckpt.log.api import LogReader
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.api import Entry
-from torchrec_stream_ckpt.store.catalog import Piece
 from torchrec_stream_ckpt.store.dense import DenseStore, open_dense
-from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
+from torchrec_stream_ckpt.store.reader import open_pieces
 from torchrec_stream_ckpt.util.layout import (
     CONTROL_FILE,
     CONTROL_LOCK,

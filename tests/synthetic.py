@@ -11,6 +11,7 @@ import numpy as np
 
 from tests import builders
 from tests.builders import JOB, Stream
+from tests.parts import FileLog, decode_chunk, read_chunks
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.claim_references import brief
 from torchrec_stream_ckpt.format.control import Claim, Commit
@@ -19,11 +20,9 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout, RowsView, decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.inner import Catalog, Log, Objects, read_stream
 from torchrec_stream_ckpt.log.api import DataWriter
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.reader import open_pieces, read_chunks
+from torchrec_stream_ckpt.store.reader import open_pieces
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard
 
 PLAIN, ROWWISE, WIDE = range(3)

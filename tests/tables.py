@@ -10,10 +10,10 @@ from threading import Event
 import numpy as np
 
 from tests.builders import JOB, claim, commit, digest_files
+from tests.parts import FileLog
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Batch, Control
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.save.import_writer import write_stream
 from torchrec_stream_ckpt.util.layout import dense_name
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard

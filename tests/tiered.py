@@ -9,8 +9,8 @@ from pathlib import Path
 
 from tests import synthetic
 from tests.builders import Stream, digest_files
+from tests.parts import open_tiers
 from tests.synthetic import Image, image_of_log
-from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.control import Claim, Commit
 from torchrec_stream_ckpt.inner import Relay, Tiers

@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 
-from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, SYNCS
-from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
+from tests.parts import GATHERS, SYNCS, UnitCosts
 from torchrec_stream_ckpt.util.types import Committed
 
 FOLDER = Path(__file__).parents[2] / "benchmarks" / "scale"

@@ -20,7 +20,7 @@ import pytest
 
 from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 BUCKET = "tests"
 SECRET = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

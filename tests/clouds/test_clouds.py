@@ -11,13 +11,12 @@ from typing import Any
 import pytest
 
 from tests.clouds.servers import ACCOUNT, CLOUDS, SECRET, Azurite, CloudServer
-from tests.parts import Entry, prepare_store
+from tests.parts import Entry, check_store, prepare_store, put_once
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.inner import Objects, open_store
-from torchrec_stream_ckpt.script import free_port
 from torchrec_stream_ckpt.store.api import KeepsTime
-from torchrec_stream_ckpt.store.identity import check_store, place_of
-from torchrec_stream_ckpt.store.write_once import put_once
+from torchrec_stream_ckpt.store.identity import place_of
+from torchrec_stream_ckpt.util.ports import free_port
 
 USES: dict[str, Callable[[Objects], Any]] = {
     "put": lambda store: store.put("a/x", [b"x"]),

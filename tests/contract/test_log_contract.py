@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 
 from tests.clouds.servers import CLOUDS, CloudServer
-from tests.parts import open_log
+from tests.parts import Ack, Freed, file_writer, open_log
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of, seal
 from torchrec_stream_ckpt.inner import Log, open_store
-from torchrec_stream_ckpt.log import file_writer
-from torchrec_stream_ckpt.log.api import Ack, DataWriter, Freed, TrimRange
+from torchrec_stream_ckpt.log.api import DataWriter, TrimRange
 from torchrec_stream_ckpt.log.bucket import writer as bucket_writer
 from torchrec_stream_ckpt.util.types import LogSpan
 

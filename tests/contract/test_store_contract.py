@@ -14,11 +14,9 @@ import pytest
 from crc32c import crc32c
 
 from tests.clouds.servers import CLOUDS
-from tests.parts import Entry, prepare_store
+from tests.parts import Entry, check_store, prepare_store, prove_writable, put_once, refuses_taken_names
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, UnsupportedError
 from torchrec_stream_ckpt.inner import Objects, open_store
-from torchrec_stream_ckpt.store.identity import check_store, prove_writable, refuses_taken_names
-from torchrec_stream_ckpt.store.write_once import put_once
 
 LARGE = bytes(range(256)) * 4096
 """1 MiB: a folder gives a view of a map."""

@@ -21,7 +21,7 @@ from tests.command import ask, call
 from tests.forged import Frames, copy_log, forge, forge_segment
 from tests.laps import config
 from tests.model import differences
-from tests.parts import FileLog, Policy, open_log, verify_marker
+from tests.parts import DenseFolder, FileLog, Policy, open_log, verify_marker
 from tests.pool import Pool
 from tests.stores import fold, lose_rows
 from tests.zoo import MARK
@@ -32,7 +32,6 @@ from torchrec_stream_ckpt.extras.interchange.dense_state import compare_dense
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control, open_store
-from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

@@ -22,16 +22,14 @@ from tests import collided as collision
 from tests import ranks, zoo
 from tests.forged import Frames, forge, on_rank_0
 from tests.laps import config
-from tests.parts import FrameBuffer
+from tests.parts import FrameBuffer, RowStager, Target
 from tests.sampled import marks_of
 from tests.zoo_models import Job, Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.errors import ProofMismatchError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.rows import RowsView
-from torchrec_stream_ckpt.restore.target import Target
 
 pytestmark = pytest.mark.distributed
 

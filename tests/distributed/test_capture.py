@@ -177,7 +177,7 @@ def _do(uri: str, name: str) -> tuple[dict[str, torch.Tensor], list[tuple[int, f
 
 def _scalars(job: Trainer) -> list[tuple[int, float, float]]:
     """Iteration and learning rates of every kernel: state that no state_dict holds."""
-    from torchrec_stream_ckpt.model import fused_kernels
+    from tests.parts import fused_kernels
 
     scalars = [kernel.scalars for kernel in fused_kernels(job.dmp)]
     return [(each.iteration, each.learning_rate, each.next_learning_rate) for each in scalars]

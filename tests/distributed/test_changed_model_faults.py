@@ -21,7 +21,7 @@ from tests.evolving import Origin, State, Step, expected, restored
 from tests.inside import inside
 from tests.laps import config, one
 from tests.model import differences
-from tests.parts import FileLog, Policy
+from tests.parts import FileLog, Policy, failpoints
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Place, Plan, Table
@@ -39,7 +39,6 @@ from torchrec_stream_ckpt.dense.live_dense import LiveDense
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.format.frame import NEWEST_VERSION
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.util import failpoints
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

@@ -11,10 +11,10 @@ from torch import nn
 
 from tests import warm
 from tests.model import PLAN_2, Net, Trainer, trainer
+from tests.parts import Findings
 from torchrec_stream_ckpt import Changes, DenseChanges, ModelSchema, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import SchemaMismatchError
 from torchrec_stream_ckpt.evolve.dense import compare_dense
-from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import DenseEntry
 

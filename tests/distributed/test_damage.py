@@ -22,10 +22,9 @@ from tests import jobs, stores, warm
 from tests.forged import Frames, forge
 from tests.jobs import Truths
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import FileLog, open_dense, verify_marker
+from tests.parts import FileLog, main, open_dense, verify_marker
 from tests.tiered import config
 from torchrec_stream_ckpt import MarkerId, StreamConfig
-from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Hello, parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of

@@ -28,10 +28,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests import warm
 from tests.inside import inside
 from tests.model import assemble, differences
+from tests.parts import dcp
 from tests.starts import from_both_starts
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.dense import dcp
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     MarkerFailedError,

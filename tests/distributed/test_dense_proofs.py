@@ -21,7 +21,7 @@ from tests.distributed.test_fsdp import Root
 from tests.forged import Frames, forge, on_rank_0
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, PLAN_3, trainer
-from tests.parts import FileLog
+from tests.parts import FileLog, read_mark
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerFailedError, ProofMismatchError
@@ -31,7 +31,6 @@ from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.inner import Control, read_stream
-from torchrec_stream_ckpt.log.stream import read_mark
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR
 
 pytestmark = pytest.mark.distributed

@@ -16,12 +16,11 @@ from tests import jobs, ranks, stores, tiered, warm
 from tests.laps import cell_model, lap, plan
 from tests.model import PLAN_2, PLAN_3_OTHER, Spec, differences, trainer
 from tests.padded import pad_small_frames
-from tests.parts import FileLog, Policy, trim_log
+from tests.parts import FileLog, Policy, open_tiers, trim_log
 from tests.pool import Pool
 from torchrec_stream_ckpt import StreamConfig, follow
 from torchrec_stream_ckpt.dense import hashed_file
 from torchrec_stream_ckpt.extras.follower.tables import FollowedTables
-from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.format.frame import Kind, parse_header
 from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.log import direct

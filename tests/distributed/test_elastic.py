@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.launched import Torchrun, wait
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 

@@ -21,13 +21,13 @@ from torch import nn
 from tests import jobs, ranks, stores, warm
 from tests.command import call, run
 from tests.model import PLAN_1, PLAN_2, PLAN_3, Spec, Trainer, differences, trainer, truth
+from tests.parts import fold
 from tests.tables import FIRST, write_tables
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.extras.interchange.dcp import Keys, write_dcp
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import TableReader, open_rows, open_store
-from torchrec_stream_ckpt.maintain import fold
 from torchrec_stream_ckpt.read import rows as rows_module
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 

@@ -27,15 +27,13 @@ from tests.followers import STEPS
 from tests.hash_zch import FREE, trainable
 from tests.model import differences
 from tests.packed import gathered
-from tests.parts import trim_log
+from tests.parts import FileLog, UpdateKind, trim_log
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.capture import id_stream
 from torchrec_stream_ckpt.errors import ProofMismatchError, ReplicaNotReadyError
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.format.frame import Kind, payload_of
 from torchrec_stream_ckpt.format.rows import ASSIGNED, decode_events
 from torchrec_stream_ckpt.inner import Control, open_store, read_stream
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

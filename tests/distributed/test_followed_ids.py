@@ -20,11 +20,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from tests import collided, hashed, ranks
 from tests.collided import ENDS, FEATURES, POLICIES, TABLES, Net, answers, attach, job, rows_in_files
 from tests.hash_zch import trainable
+from tests.parts import UpdateKind, followed_maps
 from tests.served import WIDTHS, collection, quantize_parts, quantized
 from torchrec_stream_ckpt import FollowedModel, FollowedTables, follow
 from torchrec_stream_ckpt.errors import ConfigError, ReplicaNotReadyError, SchemaMismatchError
-from torchrec_stream_ckpt.extras.follower import followed_maps
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 
 pytestmark = pytest.mark.distributed
 

@@ -19,13 +19,13 @@ from tests import jobs, ranks, warm, zoo
 from tests.followers import wait_for
 from tests.forks import ROOT, Popen, Torchrun
 from tests.model import PLAN_2, PLAN_3, Spec
+from tests.parts import UpdateKind
 from tests.served import bits, inference_module
 from tests.unit.recipe_helper import load_recipe
 from tests.zoo_models import Model, Part, Place, Plan, Table
 from torchrec_stream_ckpt import FollowedModel, FollowedTables, StreamConfig, follow
 from torchrec_stream_ckpt.errors import ProofMismatchError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower import tables as followed
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.extras.interchange.dense_state import DenseTensors
 from torchrec_stream_ckpt.util.types import MarkerId
 

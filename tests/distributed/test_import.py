@@ -20,16 +20,14 @@ from tests.evolving import State, pasted, restored
 from tests.forks import context
 from tests.laps import config
 from tests.model import OPTIMIZERS, PLAN_1, PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import FileLog, fence_of
+from tests.parts import FileLog, failpoints, fence_of, main
 from tests.pool import Pool
 from tests.zoo import MARK
 from tests.zoo_models import Place, Plan
 from torchrec_stream_ckpt import Changes, StreamConfig
-from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, SchemaMismatchError, StreamCkptError
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.save import import_writer
-from torchrec_stream_ckpt.util import failpoints
 
 pytestmark = pytest.mark.distributed
 

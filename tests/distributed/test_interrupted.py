@@ -21,8 +21,8 @@ import torch
 from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_1, Spec, Trainer, batch, differences, trainer, truth
+from tests.parts import Scope
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.dense.replica_check import Scope
 from torchrec_stream_ckpt.errors import ConfigError
 
 pytestmark = pytest.mark.distributed

@@ -17,12 +17,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests import ranks
 from tests.jobs import attach, settle
 from tests.model import PLAN_2, Trainer, trainer
-from tests.parts import open_log
+from tests.parts import BLOCK, open_log
 from tests.pressure import RING, RING_BYTES, ROWS, Gate, everywhere, large, steps, touch_everything
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
-from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.metrics import TRAINER_METRICS
 from torchrec_stream_ckpt.util.stats import Stats

@@ -19,7 +19,8 @@ from tests.command import ask, call
 from tests.forged import Frames, forge, on_rank_0
 from tests.inside import inside
 from tests.model import PLAN_1, PLAN_2, trainer
-from tests.parts import FileLog, Materializer, Policy, verify_marker
+from tests.parts import DenseFolder, FileLog, Materializer, Policy, ProofRule, Target, WindowCheck, verify_marker
+from tests.parts import fold as materialize_fold
 from tests.stores import fold
 from torchrec_stream_ckpt import MarkerId, StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture.touched import TouchedRows
@@ -31,11 +32,6 @@ from torchrec_stream_ckpt.format.manifest import TableRows
 from torchrec_stream_ckpt.format.proof import ReplicatedProof
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.inner import Control, open_store, read_stream
-from torchrec_stream_ckpt.maintain import fold as materialize_fold
-from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
-from torchrec_stream_ckpt.proofs.window import WindowCheck
-from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.store.verdicts import leave_verdict, new_verdicts
 
 pytestmark = pytest.mark.distributed

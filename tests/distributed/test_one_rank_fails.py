@@ -19,10 +19,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, Trainer, differences, trainer, truth
-from tests.parts import open_log
+from tests.parts import dcp, open_log
 from tests.pressure import everywhere
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.dense import dcp
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage

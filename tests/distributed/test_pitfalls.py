@@ -23,10 +23,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from tests import jobs, ranks, warm
 from tests.model import PLAN_2, assemble, differences, trainer, truth
+from tests.parts import modules
 from tests.wrapped import wrapped
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.model import modules
 
 pytestmark = pytest.mark.distributed
 

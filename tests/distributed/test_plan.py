@@ -18,8 +18,8 @@ from tests.command import ask
 from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, trainer
+from tests.parts import GATHERS, OWN_SYNCS, SYNCS
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, OWN_SYNCS, SYNCS
 
 pytestmark = pytest.mark.distributed
 

@@ -39,12 +39,11 @@ from tests.hash_zch import trainable
 from tests.hashed import HashJob
 from tests.model import differences
 from tests.packed import gathered
-from tests.parts import FileLog
+from tests.parts import FileLog, failpoints
 from tests.ranks import RankFailed
 from torchrec_stream_ckpt import Changes, FollowedTables, RowChange, StreamCheckpointer, StreamConfig, follow
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.util import failpoints
 
 pytestmark = pytest.mark.distributed
 

@@ -14,10 +14,9 @@ from tests import jobs, ranks, stores, warm
 from tests.command import ask, run
 from tests.jobs import Truths, attach, settle
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
-from tests.parts import FileLog
+from tests.parts import FileLog, file_writer
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

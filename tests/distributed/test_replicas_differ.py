@@ -23,10 +23,11 @@ from tests import ranks, warm
 from tests.command import ask
 from tests.distributed.test_dense import DENSE, Job, Position, build
 from tests.inside import inside
+from tests.parts import Scope
 from tests.pressure import steps
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.dense.dense_digests import digests
-from torchrec_stream_ckpt.dense.replica_check import Held, Scope, all_same, check_same, hold
+from torchrec_stream_ckpt.dense.replica_check import Held, all_same, check_same, hold
 from torchrec_stream_ckpt.errors import ReplicaMismatchError, StreamCkptError
 
 pytestmark = pytest.mark.distributed

@@ -18,12 +18,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests import ranks, warm
 from tests.buffers_job import BufferJob, Holding, attach, build
+from tests.parts import RestorePlan
 from torchrec_stream_ckpt import Changes, DenseChanges, StreamCkptError, TrackedLoader
 from torchrec_stream_ckpt.dense.saved_dense import SavedDense
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.inner import Route
 from torchrec_stream_ckpt.model.proving import SplitTensors
-from torchrec_stream_ckpt.restore.plan import RestorePlan
 
 pytestmark = pytest.mark.distributed
 

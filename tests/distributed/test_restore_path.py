@@ -19,8 +19,8 @@ import torchrec_stream_ckpt
 from tests import jobs, ranks, stores, warm
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, Spec, trainer
+from tests.parts import FolderObjects
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.store.folder import FolderObjects
 
 pytestmark = pytest.mark.distributed
 

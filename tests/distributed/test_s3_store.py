@@ -12,12 +12,11 @@ import torch.distributed as dist
 from tests import jobs, ranks
 from tests.command import ask
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
-from tests.parts import open_log
+from tests.parts import failpoints, open_log
 from tests.s3.server import SECRET, S3Server
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, MarkerFailedError, StoreUnavailableError
 from torchrec_stream_ckpt.inner import open_store
-from torchrec_stream_ckpt.util import failpoints
 
 pytestmark = pytest.mark.distributed
 

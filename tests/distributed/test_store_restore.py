@@ -15,11 +15,10 @@ import pytest
 
 from tests import jobs, stores, warm
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, PLAN_3_OTHER, Spec, differences
-from tests.parts import FileLog, GcRules, Policy, Retention, check_synced, collect, trim_log
+from tests.parts import FileLog, GcRules, Policy, ReadBack, Retention, check_synced, collect, trim_log
 from tests.sampled import marks_of
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.inner import Control, Holdings, open_store
-from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.layout import FOLDS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -15,14 +15,12 @@ from tests.command import run
 from tests.dcp_readers import How
 from tests.laps import FAMILIES, MODULES, config, plan
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences
-from tests.parts import FileLog
+from tests.parts import FileLog, entries_of, open_tiers, parse_front
 from tests.pool import Pool
 from tests.sampled import marks_of
 from tests.zoo import MARK
 from tests.zoo_models import OPTIMIZERS, Model, Part, Table
 from torchrec_stream_ckpt import StreamConfig
-from torchrec_stream_ckpt.find.tiers import open_tiers
-from torchrec_stream_ckpt.format.segment import entries_of, parse_front
 from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -18,13 +18,11 @@ from tests import jobs, ranks, warm
 from tests.inside import inside
 from tests.jobs import Truths, attach
 from tests.model import PLAN_1, PLAN_2, PLAN_3, PLAN_3_OTHER, Spec, differences, trainer, truth
-from tests.parts import FileLog
+from tests.parts import FileLog, open_tiers, state_of
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import FencedError
 from torchrec_stream_ckpt.extras.tiers import process
-from torchrec_stream_ckpt.extras.tiers.relay_service import state_of
-from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 

@@ -16,12 +16,11 @@ import torch.distributed as dist
 from tests import ranks
 from tests.jobs import attach
 from tests.model import PLAN_2, PLAN_3, differences, trainer, truth
-from tests.parts import open_log, trim_log
+from tests.parts import file_writer, open_log, trim_log
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import TrimmedError
 from torchrec_stream_ckpt.format.control import Commit, Trim, parse_control
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.util.types import MarkerId
 
 pytestmark = pytest.mark.distributed

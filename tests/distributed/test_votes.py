@@ -20,13 +20,13 @@ from tests.inside import inside
 from tests.interrupts import interrupt
 from tests.jobs import attach
 from tests.model import PLAN_1, PLAN_2, trainer
+from tests.parts import EventTime
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, MarkerFailedError
 from torchrec_stream_ckpt.ranks import collective
 from torchrec_stream_ckpt.ranks.collective import new_group
 from torchrec_stream_ckpt.ranks.vote_interval import MOST_STEPS
 from torchrec_stream_ckpt.save.cadence import NOTHING, Cadence, StepVote
-from torchrec_stream_ckpt.save.event_time import EventTime
 
 pytestmark = pytest.mark.distributed
 

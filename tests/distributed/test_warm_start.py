@@ -27,14 +27,13 @@ from tests.distributed.test_changed_model_faults import (
 from tests.evolving import Origin, State, Step, expected
 from tests.laps import config
 from tests.model import differences
-from tests.parts import FileLog, fence_of
+from tests.parts import FileLog, failpoints, fence_of
 from tests.ranks import RankFailed
 from tests.zoo import MARK, Marks
 from tests.zoo_models import Model, Place, Plan
 from torchrec_stream_ckpt import Changes, RowChange, Source, StreamConfig, planner_constraints
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.util import failpoints
 from torchrec_stream_ckpt.util.layout import dense_name
 from torchrec_stream_ckpt.util.types import MarkerId, Restored
 

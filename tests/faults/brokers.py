@@ -17,7 +17,7 @@ from tests.faults.proxy import NoToxiproxy, Proxy, probe
 from tests.faults.subject import Form, Incarnation, Subject, kafka_job
 from tests.own_broker import OwnBroker
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 STEPS_DURING = 8
 """Training must go on: this many steps while the fault lasts."""

@@ -19,9 +19,8 @@ from tests.faults.survivors import said_by, stopped
 from tests.model import PLAN_1, PLAN_2
 from tests.s3.faults import FaultyProxy, Held
 from tests.synthetic import Job
+from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.log.bucket import writer
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.store.api import open_store
 from torchrec_stream_ckpt.util.types import MarkerId
 
 ALONE = (1, PLAN_1)

@@ -19,8 +19,7 @@ from tests.faults.subject import ASKED_S, PATIENCE_S, Form, Incarnation, Subject
 from tests.jobs import attach
 from tests.model import PLAN_2, differences, trainer, truth
 from torchrec_stream_ckpt import MarkerId, StreamConfig, Takeover
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.inner import Catalog, open_store
 
 CLI = "from torchrec_stream_ckpt.cli.main import main; main()"
 

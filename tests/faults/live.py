@@ -23,9 +23,9 @@ from tests.inside import inside
 from tests.jobs import attach
 from tests.model import PLAN_2, Spec, Trainer, differences, trainer, truth
 from tests.padded import pad_small_frames
+from tests.parts import failpoints
 from torchrec_stream_ckpt import StreamCheckpointer, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.save.coordinator import Coordinator
-from torchrec_stream_ckpt.util import failpoints
 from torchrec_stream_ckpt.util.types import Committed
 
 

@@ -17,15 +17,12 @@ from typing import TYPE_CHECKING
 
 from tests.faults.board import Row
 from tests.forks import context
+from tests.parts import failpoints, parse_front
 from tests.synthetic import PLAIN, ROWWISE, Job, image_of_store, images_of_all
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
-from torchrec_stream_ckpt.format.segment import front_bytes_of, parse_front
-from torchrec_stream_ckpt.log.api import Log
-from torchrec_stream_ckpt.log.control.partition import Control
+from torchrec_stream_ckpt.format.segment import front_bytes_of
+from torchrec_stream_ckpt.inner import Catalog, Control, Log, Objects, open_store
 from torchrec_stream_ckpt.maintain.engine import api
-from torchrec_stream_ckpt.store.api import Objects, open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.util import failpoints
 from torchrec_stream_ckpt.util.layout import parse_store_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 
@@ -61,7 +58,7 @@ def serve(
     arguments: Sequence[str], output: Path, fuse: str = "", report: Path | None = None, large: bool = False
 ) -> None:
     """A verb of the command line, in this process; with ``large`` no task is too small for a worker."""
-    from torchrec_stream_ckpt.cli.main import main
+    from tests.parts import main
 
     if large:
         api.SMALL_BYTES = 0

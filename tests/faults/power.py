@@ -30,11 +30,10 @@ from tests.faults.subject import Form
 from tests.faults.surgery import restore_from
 from tests.jobs import attach
 from tests.model import PLAN_1, trainer, truth
+from tests.parts import DenseFolder, FileLog
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.format.control import Claim
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.verify.verify import verify_marker
 
 MOST = 256

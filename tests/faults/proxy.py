@@ -15,7 +15,7 @@ from typing import Any
 
 from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 

@@ -23,9 +23,9 @@ from tests.faults.board import Row
 from tests.faults.sites import LIFE_S, Site
 from tests.faults.subject import PATIENCE_S, Subject
 from tests.model import TABLES
+from tests.parts import FollowMode
 from torchrec_stream_ckpt import FollowedTables, MarkerId, StreamConfig, follow
 from torchrec_stream_ckpt.errors import ReplicaNotReadyError
-from torchrec_stream_ckpt.extras.follower.core import FollowMode
 from torchrec_stream_ckpt.format.lineage import Lineage
 
 MODES: tuple[FollowMode, ...] = ("rows", "markers")

@@ -19,14 +19,13 @@ from tests import ranks
 from tests.faults.board import Board, Row
 from tests.faults.live import Orders, live, restore_each
 from tests.model import PLAN_1, PLAN_2, PLAN_2_OTHER, PLAN_3, Spec, differences
+from tests.parts import Verifier, open_log, shorten_control
 from tests.s3.server import S3Server
 from torchrec_stream_ckpt import MarkerId, StreamCkptError, StreamConfig
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Log, open_log, options_for
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
+from torchrec_stream_ckpt.inner import Control, Log
+from torchrec_stream_ckpt.log.api import options_for
 from torchrec_stream_ckpt.store.dense import open_dense
-from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 TEAMS = [(2, PLAN_2), (3, PLAN_3), (1, PLAN_1), (2, PLAN_2_OTHER)]
 PATIENCE_S = 300.0

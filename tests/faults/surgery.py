@@ -15,11 +15,12 @@ from tests.faults.board import Row
 from tests.faults.live import restore_each
 from tests.faults.subject import Form, Subject, file_job, kafka_job, opened
 from tests.model import PLAN_2, PLAN_3, Spec
+from tests.parts import Ack, open_log
 from torchrec_stream_ckpt import MarkerId, StreamConfig
 from torchrec_stream_ckpt.format.control import Claim, Commit, parse_control
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import Ack, Log, open_log
+from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.util.types import LogSpan
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 

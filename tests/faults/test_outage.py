@@ -15,12 +15,12 @@ from tests import ranks
 from tests.inside import inside
 from tests.model import PLAN_2, PLAN_3, differences, truth
 from tests.own_broker import OwnBroker
+from tests.parts import open_log
 from tests.pressure import RING, ROWS, Gate, cut, everywhere, large, steps, touch_everything
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.errors import MarkerFailedError, RankLostError
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.log.api import open_log
 
 pytestmark = pytest.mark.distributed
 

@@ -8,7 +8,7 @@ from typing import Any
 from tests.faults.subject import Form, Subject, kafka_job, opened
 from tests.faults.surgery import Case, restore_cases
 from tests.model import PLAN_2, PLAN_3
-from torchrec_stream_ckpt.log.api import Log
+from torchrec_stream_ckpt.inner import Log
 from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 
 

@@ -18,9 +18,7 @@ from tests.faults.board import Row
 from tests.faults.materializer import PATIENCE_S, Beside, check_listed_objects, compare_all, grow, start, wait
 from tests.faults.subject import Form
 from tests.synthetic import Job
-from torchrec_stream_ckpt.log.control.partition import Control
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog
+from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.util.types import MarkerId
 
 VERBS = ("materialize", "gc", "scrub")

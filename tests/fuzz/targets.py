@@ -18,6 +18,21 @@ from crc32c import crc32c
 from tests.builders import Stream, claim, commit, digest_files, write
 from tests.fuzz.mutate import mutate
 from tests.golden import make, make_store
+from tests.parts import (
+    DenseFolder,
+    Dropped,
+    FileLog,
+    Fold,
+    Garbage,
+    Manifest,
+    Notes,
+    Policy,
+    Reading,
+    check_store,
+    decode_chunk,
+    entries_of,
+    parse_front,
+)
 from tests.stores import HeldObjects, History, contents, fold, rows_by_route, rows_of
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
@@ -25,19 +40,12 @@ from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.dense_files import LIST_NAME, listed
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, Verdict
-from torchrec_stream_ckpt.format.notes import Notes
+from torchrec_stream_ckpt.format.manifest import Verdict
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, read_record
-from torchrec_stream_ckpt.format.readings import Reading
 from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, decode_chunk, entries_of, parse_front
+from torchrec_stream_ckpt.format.segment import check_chunk, check_tables
 from torchrec_stream_ckpt.format.summary import Summary
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.stream import read_stream
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.dense import DenseFolder
-from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.inner import Catalog, read_stream
 from torchrec_stream_ckpt.util.layout import parse_summary_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.verify.verify import verify_marker

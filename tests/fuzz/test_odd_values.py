@@ -13,9 +13,9 @@ from crc32c import crc32c
 
 from tests.fuzz.targets import Frames, StoreObjects
 from tests.golden import make, make_store
+from tests.parts import ScrubPlace
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError, UnsupportedError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, json_frame, parse_header, payload_of
-from torchrec_stream_ckpt.format.readings import ScrubPlace
 
 ODD: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 2**53, 2**63, 2**64, 10**400, 1.5, -0.0, 1e308),

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 from crc32c import crc32c
 
+from tests.parts import CommitKey
 from torchrec_stream_ckpt.extras.follower.serving import served_schema
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
 from torchrec_stream_ckpt.format.claim_features import KNOWN, ObjectEnd
@@ -27,7 +28,6 @@ from torchrec_stream_ckpt.format.entry_digests import DenseProof, scalars_digest
 from torchrec_stream_ckpt.format.folding import Folded, snapshot_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, NEWEST_VERSION, Header, Kind, json_frame, seal, seal_pad
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.proof import Proof, ReplicatedProof, Window
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.record import meta_of

@@ -15,23 +15,26 @@ from typing import Any
 from crc32c import crc32c
 
 from tests.golden import make
-from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
-from torchrec_stream_ckpt.format.frame import parse_header, payload_of
-from torchrec_stream_ckpt.format.manifest import (
+from tests.parts import (
     Dropped,
     Fold,
     Garbage,
     Manifest,
-    Pin,
+    Notes,
+    Reading,
+    SegmentId,
+    SegmentKind,
     SegmentRef,
-    TableRows,
-    Verdict,
+    lay_out,
+    parse_front,
 )
-from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.readings import Reading, ReadUnit
+from torchrec_stream_ckpt.format.control import Commit, Hello, Mark, parse_control
+from torchrec_stream_ckpt.format.frame import parse_header, payload_of
+from torchrec_stream_ckpt.format.manifest import Pin, TableRows, Verdict
+from torchrec_stream_ckpt.format.readings import ReadUnit
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import canonical
-from torchrec_stream_ckpt.format.segment import ENTRY, HEADER_LEN, SegmentId, SegmentKind, lay_out, parse_front
+from torchrec_stream_ckpt.format.segment import ENTRY, HEADER_LEN
 from torchrec_stream_ckpt.format.summary import HEADER_LEN as SUMMARY_HEADER_LEN
 from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.maintain.sorter import RowSorter

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.golden import make, make_store
+from tests.parts import Reading, ScrubPlace, segment
 from torchrec_stream_ckpt.format import (
     claim_changes,
     claim_features,
@@ -22,13 +23,12 @@ from torchrec_stream_ckpt.format import (
     manifest,
     notes,
     schema,
-    segment,
     snapshot,
     summary,
 )
 from torchrec_stream_ckpt.format.entry_digests import DenseProof
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proof, ReplicatedProof
-from torchrec_stream_ckpt.format.readings import MAX_DAMAGED, Comparison, Reading, ReadUnit, ScrubPlace
+from torchrec_stream_ckpt.format.readings import MAX_DAMAGED, Comparison, ReadUnit
 from torchrec_stream_ckpt.maintain.fold import SEGMENT_BYTES
 from torchrec_stream_ckpt.maintain.merge_plan import WINDOWS_OF_BLOCK
 from torchrec_stream_ckpt.maintain.scrub.readings import COUNTS_FOR_S

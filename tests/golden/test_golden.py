@@ -11,18 +11,17 @@ import numpy as np
 import pytest
 
 from tests.golden import make, make_store
+from tests.parts import FileLog, lineage_of, read_mark
 from torchrec_stream_ckpt.errors import CorruptionError, ServingStreamError, UnsupportedError
 from torchrec_stream_ckpt.format.claim_changes import TableChange, changes_of
 from torchrec_stream_ckpt.format.claim_features import KNOWN, ObjectEnd
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, parse_control
-from torchrec_stream_ckpt.format.folding import lineage_of
 from torchrec_stream_ckpt.format.frame import Kind, check_pad, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import replicated_id
 from torchrec_stream_ckpt.format.rows import RowsView, decode_rows
 from torchrec_stream_ckpt.format.snapshot import Base, Snapshot, unpack
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.stream import read_mark, read_stream
+from torchrec_stream_ckpt.inner import read_stream
 from torchrec_stream_ckpt.util.types import TOMBSTONE
 
 GOOD = (
@@ -189,9 +188,9 @@ def test_golden_frames_are_one_whole_stream(tmp_path: Path) -> None:
 
 def test_a_trainer_stages_the_golden_rows() -> None:
     torch = pytest.importorskip("torch")
-    from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
+    from tests.parts import FrameBuffer, RowStager
+    from torchrec_stream_ckpt.capture.staging import StreamIdentity
     from torchrec_stream_ckpt.format.frame import seal
-    from torchrec_stream_ckpt.format.ring import FrameBuffer
     from torchrec_stream_ckpt.model import LocalShard
 
     ids, weights, momentum = map(torch.from_numpy, make.user_arrays())

@@ -12,31 +12,33 @@ from crc32c import crc32c
 
 from tests.golden import make, make_store
 from tests.golden.test_golden import STREAM
+from tests.parts import (
+    Dropped,
+    FileLog,
+    Fold,
+    Garbage,
+    Manifest,
+    Notes,
+    Piece,
+    Reading,
+    SegmentKind,
+    decode_chunk,
+    entries_of,
+    parse_front,
+    prepare_store,
+)
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.interval import Interval
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Garbage, Manifest, TableRows, Verdict
-from torchrec_stream_ckpt.format.notes import Notes
-from torchrec_stream_ckpt.format.readings import Reading
+from torchrec_stream_ckpt.format.manifest import TableRows, Verdict
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import canonical
-from torchrec_stream_ckpt.format.segment import (
-    SegmentKind,
-    check_chunk,
-    check_tables,
-    decode_chunk,
-    entries_of,
-    front_bytes_of,
-    parse_front,
-)
+from torchrec_stream_ckpt.format.segment import check_chunk, check_tables, front_bytes_of
 from torchrec_stream_ckpt.format.summary import Summary
-from torchrec_stream_ckpt.log.files import FileLog
+from torchrec_stream_ckpt.inner import Catalog, open_store
 from torchrec_stream_ckpt.maintain.fold import fold_interval
 from torchrec_stream_ckpt.maintain.merge import merge
-from torchrec_stream_ckpt.store.api import open_store
-from torchrec_stream_ckpt.store.catalog import Catalog, Piece
-from torchrec_stream_ckpt.store.identity import prepare_store
 from torchrec_stream_ckpt.util.layout import STORE_FILE, claim_name
 
 

@@ -9,16 +9,13 @@ from pathlib import Path
 import pytest
 
 from tests.golden import make
+from tests.parts import Dropped, FileLog, Fold, Manifest, Notes, parse_front, read_hello, read_mark
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Hello, Mark, Trim, parse_control
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame, parse_header, payload_of
-from torchrec_stream_ckpt.format.manifest import Dropped, Fold, Manifest
-from torchrec_stream_ckpt.format.notes import Notes
 from torchrec_stream_ckpt.format.rows import decode_rows
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import parse_front
-from torchrec_stream_ckpt.log.files import FileLog
-from torchrec_stream_ckpt.log.stream import read_hello, read_mark, read_stream
+from torchrec_stream_ckpt.inner import read_stream
 
 OLD = make.HERE / "v1"
 STREAM = ("hello", "rows", "rows_slice", "mark")

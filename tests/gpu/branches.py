@@ -19,11 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.job import Build, attach, make, restored, run, truth
 from tests.inside import inside, masks_of, sender_of
+from tests.parts import RowStager
 from tests.played import cuda
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
 from torchrec_stream_ckpt.capture import sender, staging
 from torchrec_stream_ckpt.capture.sender import Drain
-from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.capture.touched import TouchedRows
 from torchrec_stream_ckpt.dense.replicas import CopyMemory
 from torchrec_stream_ckpt.errors import StreamCkptError, UnsupportedError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]
 

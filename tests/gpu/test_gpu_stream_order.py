@@ -21,10 +21,10 @@ import pytest
 import torch
 
 from tests.gpu.job import Build, Job, attach, covers, make, raw, restored, truth
+from tests.parts import RowStager
 from torchrec_stream_ckpt import StreamCheckpointer
 from torchrec_stream_ckpt.capture import staging
 from torchrec_stream_ckpt.capture.hook import RunningUpdates
-from torchrec_stream_ckpt.capture.staging import RowStager
 from torchrec_stream_ckpt.dense.dense_state import DenseState
 from torchrec_stream_ckpt.errors import StreamCkptError
 from torchrec_stream_ckpt.model.kernels import FusedKernel

@@ -17,11 +17,9 @@ import pytest
 from tests.builders import Stream
 from tests.kafka.test_kafka_follow import apply
 from tests.own_broker import OwnBroker
-from tests.parts import UpdateKind, open_log
+from tests.parts import FollowMode, Update, UpdateKind, open_log
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt import follow
-from torchrec_stream_ckpt.extras.follower.core import FollowMode
-from torchrec_stream_ckpt.extras.follower.updates import Update
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control, Log

@@ -10,11 +10,10 @@ import pytest
 
 from tests.followers import held, weights_at
 from tests.own_broker import OwnBroker
-from tests.parts import UpdateKind, open_log
+from tests.parts import FollowMode, UpdateKind, open_log
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt import FollowedTables, Follower, follow
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.extras.follower.core import FollowMode
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control
 

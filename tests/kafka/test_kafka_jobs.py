@@ -16,10 +16,9 @@ from tests.evolving import restored
 from tests.jobs_on_paper import PaperJob, tables
 from tests.mapped_job import MappedJob
 from tests.model import differences
-from tests.parts import open_log
+from tests.parts import Feed, open_log
 from tests.unit.test_sink_raw_ids import Shelf, is_true, never_an_old_owners
 from torchrec_stream_ckpt import Source, StreamConfig, follow
-from torchrec_stream_ckpt.extras.follower.sink import Feed
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId
 

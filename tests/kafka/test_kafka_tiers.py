@@ -16,11 +16,10 @@ from tests.inside import inside
 from tests.jobs import Truths, attach
 from tests.model import PLAN_2, PLAN_3, Spec, differences, trainer, truth
 from tests.own_broker import OwnBroker
+from tests.parts import open_tiers, state_of
 from tests.tiered import config
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import LogUnavailableError
-from torchrec_stream_ckpt.extras.tiers.relay_service import state_of
-from torchrec_stream_ckpt.find.tiers import open_tiers
 from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = [pytest.mark.kafka, pytest.mark.distributed]

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.builders import Stream, claim, commit
-from tests.parts import locate, open_log, trim_log
+from tests.parts import Ack, Freed, body_of, locate, open_log, shorten_control, trim_log
 from torchrec_stream_ckpt.errors import CorruptionError, PrunedError, TrimmedError
-from torchrec_stream_ckpt.format.folding import body_of, is_snapshot
+from torchrec_stream_ckpt.format.folding import is_snapshot
 from torchrec_stream_ckpt.format.frame import parse_header
 from torchrec_stream_ckpt.inner import Control, Log, read_stream
-from torchrec_stream_ckpt.log.api import Ack, Freed
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.log.kafka.log import KafkaLog
 from torchrec_stream_ckpt.save.generation import Generation
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -25,10 +25,9 @@ from tests.inside import inside
 from tests.jobs import attach
 from tests.kafka.secure import HANG_S, WRONG, CommandLines, Options, Secure, Wrong, admin, allow_again, forbid
 from tests.model import PLAN_2, differences, trainer, truth
-from tests.parts import Broker, open_log, trim_log
+from tests.parts import Broker, Freed, main, open_log, trim_log
 from tests.sampled import marks_of
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig
-from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.errors import (
     ConfigError,
     CorruptionError,
@@ -37,7 +36,6 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
 )
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log.api import Freed
 from torchrec_stream_ckpt.util.types import LogSpan
 
 pytestmark = pytest.mark.kafka

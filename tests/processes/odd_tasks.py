@@ -6,8 +6,8 @@ import os
 import threading
 from dataclasses import dataclass
 
+from tests.parts import Site
 from torchrec_stream_ckpt.errors import StoreUnavailableError
-from torchrec_stream_ckpt.maintain.engine.api import Site
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import pytest
 
 from tests.forks import status_of
 from tests.padded import read, send
-from tests.parts import FileLog
+from tests.parts import BLOCK, FileLog
 from torchrec_stream_ckpt.format.frame import Kind, check_pad, parse_header, payload_of
-from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.log.flight import Flight
 from torchrec_stream_ckpt.util.types import LogSpan
 

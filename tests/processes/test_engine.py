@@ -20,7 +20,7 @@ from tests.children import is_gone, stopped, workers_of
 from tests.faults.disks import CannotMount, fill, small_disk
 from tests.faults.materializer import serve, wait
 from tests.forks import context, fork_workers
-from tests.parts import FileLog, Materializer, Policy, check_synced, open_dense
+from tests.parts import FileLog, Materializer, Policy, ReadBack, Site, check_synced, interval_folder, open_dense
 from tests.processes.odd_tasks import Odd
 from tests.synthetic import Job, image_of_store, images_of_all
 from tests.unit.folded_job import events_of, has, lineage_of, made_once
@@ -30,13 +30,12 @@ from torchrec_stream_ckpt.cli.engines import kept_probe, opened_engine
 from torchrec_stream_ckpt.cli.options import Access
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Objects, open_store
-from torchrec_stream_ckpt.maintain import compactor, interval_folder
+from torchrec_stream_ckpt.maintain import compactor
 from torchrec_stream_ckpt.maintain.engine import api, parcel, processes
-from torchrec_stream_ckpt.maintain.engine.api import Engine, Order, Site, TaskQueue
+from torchrec_stream_ckpt.maintain.engine.api import Engine, Order, TaskQueue
 from torchrec_stream_ckpt.maintain.engine.choose import EngineName
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.maintain.engine.processes import Processes
-from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.types import MarkerId
 
 POLICY = Policy(rebase=0.5, compact="span2")

@@ -13,18 +13,18 @@ from typing import Any
 import pytest
 
 from tests import stores
-from tests.parts import FileLog, Materializer, open_dense
+from tests.parts import FileLog, Materializer, interval_folder, open_dense
 from tests.processes.odd_tasks import Odd
 from tests.processes.test_engine import POLICY, grown, in_process
 from tests.synthetic import Job
 from tests.unit.folded_job import lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, EngineUnavailableError
 from torchrec_stream_ckpt.inner import Objects, open_store
-from torchrec_stream_ckpt.maintain import compactor, interval_folder
+from torchrec_stream_ckpt.maintain import compactor
 from torchrec_stream_ckpt.maintain.engine import api, on_ray, parcel
 from torchrec_stream_ckpt.maintain.engine.on_ray import OnRay
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # all on 127.0.0.1, not on the address of this host
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from tests.forks import command, context, status_of
+from tests.parts import main
 from tests.synthetic import JOB, Job
 from tests.unit.folded_job import store_of
 from tests.unit.scrubbed_job import KINDS, harm, name_of, one, scrub, scrubbed_job
-from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.maintain.scrub import scrubber
 from torchrec_stream_ckpt.maintain.scrub.scrub_reader import Part, SegmentPart
 

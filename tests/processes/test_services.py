@@ -18,9 +18,9 @@ from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import check_folded, events_of, folded_job, has, lose_frames, materialize, store_of
 from tests.unit.scrubbed_job import harm
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
-from torchrec_stream_ckpt.script import free_port
 from torchrec_stream_ckpt.util.layout import SCRUB_DIR, manifest_name
 from torchrec_stream_ckpt.util.metrics import METRICS
+from torchrec_stream_ckpt.util.ports import free_port
 from torchrec_stream_ckpt.util.types import MarkerId
 
 

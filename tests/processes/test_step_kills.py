@@ -14,7 +14,7 @@ import pytest
 from tests import stores, tiered
 from tests.builders import claim, commit
 from tests.forks import command, status_of
-from tests.parts import FileLog, GcRules, Retention, TierState, collect
+from tests.parts import FileLog, GcRules, Retention, TierState, collect, file_writer
 from tests.synthetic import image_of_log
 from tests.tiered import TieredJob, relay
 from tests.unit.copied_job import check, copied, copied_offsets, image, keep, offsets, recover, trainer
@@ -22,7 +22,6 @@ from tests.unit.gc_history import HOUR, branched, check_whole, gc, names, rules
 from tests.unit.snapshot_log import grow, markers, shorten
 from tests.unit.warm_head import Warm, counted_builds
 from torchrec_stream_ckpt.inner import open_store
-from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.util.types import MarkerId
 
 # A trainer between append and copy, and a recovery.

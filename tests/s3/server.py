@@ -11,7 +11,7 @@ from tests.s3.jars import S3PROXY
 from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
 from torchrec_stream_ckpt.extras.broker.runtime import find_java
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 HERE = Path(__file__).parent
 KEY, SECRET = "AKTESTS", "only-for-tests"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.test_log_contract import acknowledged, control_record, frame, seqs, span_of, write
-from tests.parts import open_log
+from tests.parts import open_log, shorten_control
 from tests.s3.faults import Fault, FaultyProxy
 from tests.s3.server import S3Server
 from tests.synthetic import Job, image_of_log
@@ -31,7 +31,6 @@ from torchrec_stream_ckpt.log.api import TrimRange
 from torchrec_stream_ckpt.log.bucket import control_objects, streams, writer
 from torchrec_stream_ckpt.log.bucket import log as bucket_log
 from torchrec_stream_ckpt.log.bucket.objects import delete_all
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.util.types import LogSpan
 from torchrec_stream_ckpt.util.uris import parse_uri
 

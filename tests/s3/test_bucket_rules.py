@@ -12,12 +12,11 @@ import pytest
 
 from tests.command import doctor
 from tests.contract.test_log_contract import control_record
-from tests.parts import open_log
+from tests.parts import open_log, prove_writable
 from tests.s3.faults import FaultyProxy
 from tests.s3.server import S3Server
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, StoreUnavailableError
 from torchrec_stream_ckpt.inner import Log, open_store
-from torchrec_stream_ckpt.store.identity import prove_writable
 
 VERSIONED = "<VersioningConfiguration><Status>Enabled</Status></VersioningConfiguration>"
 LOCKED = (

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 
-from tests.parts import Entry, prepare_store
+from tests.parts import Entry, prepare_store, prove_writable, put_once, refuses_taken_names
 from tests.s3.faults import FAULTS, Fault, FaultyProxy, Kind
 from tests.s3.server import SECRET, S3Server
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.inner import Objects, open_store
 from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
 from torchrec_stream_ckpt.store import write_once
-from torchrec_stream_ckpt.store.identity import prove_writable, refuses_taken_names
-from torchrec_stream_ckpt.store.write_once import put_once
 
 pytestmark = pytest.mark.usefixtures("short_pauses")
 

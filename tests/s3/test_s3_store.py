@@ -14,13 +14,12 @@ from typing import Any
 
 import pytest
 
-from tests.parts import Entry, prepare_store
+from tests.parts import Entry, check_store, prepare_store
 from tests.s3.server import KEY, SECRET, S3Server
 from torchrec_stream_ckpt.errors import StoreUnavailableError
 from torchrec_stream_ckpt.inner import Objects, open_store
-from torchrec_stream_ckpt.script import free_port
 from torchrec_stream_ckpt.store import clouds
-from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.util.ports import free_port
 
 
 def parts() -> list[bytes]:

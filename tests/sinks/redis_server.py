@@ -8,7 +8,7 @@ import redis
 
 from tests.servers import Server
 from torchrec_stream_ckpt.extras.broker.kraft import HOST
-from torchrec_stream_ckpt.script import free_port
+from torchrec_stream_ckpt.util.ports import free_port
 
 PROGRAM = Path("/usr/bin/redis-check-rdb")
 """It is the server if it is called by the server's name."""

@@ -15,6 +15,7 @@ from tests.command import call, run
 from tests.evolved import EvolvingJob
 from tests.followers import LOAD, MARKER, begun, truth, weights_in
 from tests.mapped_job import ONE, MappedJob
+from tests.parts import Changed, Feed
 from tests.sinks.redis_server import RedisServer
 from tests.synthetic import Job
 from tests.unit.test_proof_checker import SCHEMA as PROVED
@@ -22,9 +23,8 @@ from torchrec_stream_ckpt import Follower, follow
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, ProofMismatchError, SinkUnavailableError
 from torchrec_stream_ckpt.extras.follower import redis_sink
 from torchrec_stream_ckpt.extras.follower.redis_sink import RedisSink
-from torchrec_stream_ckpt.extras.follower.sink import Feed, Written
+from torchrec_stream_ckpt.extras.follower.sink import Written
 from torchrec_stream_ckpt.extras.follower.tables import FollowedTables
-from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.schema import Schema
 
 PREFIX = "job:"

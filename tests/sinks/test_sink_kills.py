@@ -16,11 +16,11 @@ import redis
 
 from tests import forks
 from tests.mapped_job import Dump, MappedJob
+from tests.parts import Feed
 from tests.sinks.redis_server import RedisServer
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.extras.follower import redis_sink
 from torchrec_stream_ckpt.extras.follower.redis_sink import RedisSink
-from torchrec_stream_ckpt.extras.follower.sink import Feed
 
 PREFIX = "job:"
 STATE = f"{PREFIX}_state"

@@ -21,15 +21,15 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from hypothesis import strategies as st
 
 from tests.inside import sender_of
+from tests.parts import FrameBuffer, FrameRing, modules
 from torchrec_stream_ckpt.capture.counts import Record, deferral
 from torchrec_stream_ckpt.capture.hook import Capture
 from torchrec_stream_ckpt.capture.sender import Drain
 from torchrec_stream_ckpt.capture.shards import merge_schema
 from torchrec_stream_ckpt.capture.staging import StreamIdentity
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
-from torchrec_stream_ckpt.format.ring import FrameBuffer, FrameRing
 from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.model import FusedKernel, modules
+from torchrec_stream_ckpt.model import FusedKernel
 
 ROWS = (17, 9)
 DIM = 4

@@ -7,10 +7,10 @@ from typing import Any
 
 from tests.builders import JOB, digest_files
 from tests.command import ask
+from tests.parts import FileLog
 from tests.synthetic import Image, Job, image_of_log
 from torchrec_stream_ckpt.inner import Control, Objects, open_store
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.store.records import read_copy
 from torchrec_stream_ckpt.util.layout import copied_log, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests import synthetic
+from tests.parts import FileLog, main
 from tests.synthetic import Job, image_of_store, images_of_chain
-from torchrec_stream_ckpt.cli.main import main
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import DATA_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

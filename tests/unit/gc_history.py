@@ -6,12 +6,12 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from tests import stores
+from tests.parts import GcPlan, Policy
 from tests.stores import History
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.inner import Catalog, Holdings
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.gc.gc import GcRules, collect
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan, Retention
+from torchrec_stream_ckpt.maintain.gc.retention import Retention
 from torchrec_stream_ckpt.util.types import MarkerId
 
 HOUR = 3600.0

@@ -8,10 +8,10 @@ from typing import Any
 
 from tests.builders import digest_files
 from tests.command import finish
+from tests.parts import FileLog
 from tests.synthetic import JOB, Job, image_of_store, images_of_chain
 from tests.unit.folded_job import made_once, materialize, store_of
 from torchrec_stream_ckpt.inner import Control, open_store
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.layout import DATA_DIR, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
+from tests.parts import FileLog, shorten_control
 from torchrec_stream_ckpt.format.control import Commit, ControlRecord
 from torchrec_stream_ckpt.format.end_note import End, Note, Outcome
 from torchrec_stream_ckpt.format.folding import is_snapshot
 from torchrec_stream_ckpt.format.record import meta_of
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.util.types import MarkerId
 
 JOB = claim(1).job

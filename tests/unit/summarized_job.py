@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.parts import Policy, summarizer
 from tests.stores import HeldObjects, History, contents, rows_by_route
 from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.inner import Route
-from torchrec_stream_ckpt.maintain import summarizer
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store import summaries
 from torchrec_stream_ckpt.store.dense import open_dense

@@ -11,15 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, claim, commit
-from tests.parts import Dropped, Manifest
+from tests.parts import Dropped, Fold, Incarnation, Manifest, Piece, SegmentRef
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.find.job import came_after_recovery
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Fold, SegmentRef
 from torchrec_stream_ckpt.inner import Catalog, open_store
-from torchrec_stream_ckpt.log.api import Incarnation
-from torchrec_stream_ckpt.store.catalog import Piece
 from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, claim_name, dropped_name, manifest_name, pin_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

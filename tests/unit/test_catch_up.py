@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from tests import synthetic
-from tests.parts import FileLog, Materializer, Policy, open_dense
+from tests.parts import FileLog, InProcess, Materializer, Policy, Site, open_dense
 from tests.synthetic import Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import fold, lineage_of
 from torchrec_stream_ckpt.format import commits
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain.engine import api
-from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site, Task
+from torchrec_stream_ckpt.maintain.engine.api import Task
 from torchrec_stream_ckpt.store import catalog
 from torchrec_stream_ckpt.util.types import MarkerId
 

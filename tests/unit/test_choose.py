@@ -10,12 +10,24 @@ from pathlib import Path
 import pytest
 
 from tests.builders import JOB, digest_files, trim
-from tests.parts import FileLog, Policy, TierState, locate, verify_marker
+from tests.parts import (
+    DenseFolder,
+    FileLog,
+    Incarnation,
+    Policy,
+    TierState,
+    Verifier,
+    locate,
+    plan_reads,
+    read_hello,
+    shorten_control,
+    verify_marker,
+)
+from tests.parts import job as route_job
 from tests.stores import choose, fold
 from tests.synthetic import SCHEMA, Job
 from tests.unit.snapshot_log import note
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.find import job as route_job
 from torchrec_stream_ckpt.find.route import Shards
 from torchrec_stream_ckpt.format import commits
 from torchrec_stream_ckpt.format.control import Commit
@@ -24,14 +36,9 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rank_ends import RankEnds
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.inner import Control, Route, find, open_store
-from torchrec_stream_ckpt.log.api import Incarnation, LogReader
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
-from torchrec_stream_ckpt.log.stream import read_hello
-from torchrec_stream_ckpt.restore.plan import plan_reads
-from torchrec_stream_ckpt.store.dense import DenseFolder
+from torchrec_stream_ckpt.log.api import LogReader
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, dense_name
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId, TableShard
-from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 TARGETS = [TableShard(index, 0, table.rows, 0, table.dim) for index, table in enumerate(SCHEMA.tables)]
 

@@ -12,7 +12,7 @@ import pytest
 
 from tests import stores
 from tests.command import ask, run
-from tests.parts import FileLog, Policy, prepare_store
+from tests.parts import DenseFolder, FileLog, Policy, prepare_store
 from tests.stores import History, choose
 from tests.unit.copied_job import keep
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
@@ -20,7 +20,6 @@ from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Job, Objects,
 from torchrec_stream_ckpt.log.control import snapshots
 from torchrec_stream_ckpt.maintain.gc import clocks
 from torchrec_stream_ckpt.store import pins
-from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.util import units
 from torchrec_stream_ckpt.util.layout import DATA_DIR, claim_name
 from torchrec_stream_ckpt.util.types import MarkerId

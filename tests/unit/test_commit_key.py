@@ -17,13 +17,12 @@ import pytest
 from tests.builders import OTHER_JOB, Stream, claim, commit, digest_files, trim, write
 from tests.command import attempt
 from tests.fuzz.targets import resealed
-from tests.parts import FileLog
+from tests.parts import CommitKey, FileLog
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, FencedError
 from torchrec_stream_ckpt.format.control import Claim, Commit, Trim, parse_control
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.dense_files import DenseFile
 from torchrec_stream_ckpt.format.frame import Header, Kind, json_frame
-from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.parts import FileLog
+from tests.parts import FileLog, control_file
 from tests.stores import History
 from tests.unit.file_log import RECORDS
 from torchrec_stream_ckpt.errors import (
@@ -24,7 +24,6 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.control import parse_control
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE
 
 

@@ -17,7 +17,7 @@ import pytest
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, claim, commit, trim
 from tests.command import ask, call, doctor, finish
-from tests.parts import Entry, FileLog, FolderObjects
+from tests.parts import Entry, FileLog, FolderObjects, TierState, shorten_control
 from tests.synthetic import Job
 from tests.unit.copied_job import check, copied, copied_offsets, image, keep, key, offsets, recover, trainer
 from torchrec_stream_ckpt.cli import verify
@@ -30,15 +30,13 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
     UnsupportedError,
 )
-from torchrec_stream_ckpt.find.find import Search, find
-from torchrec_stream_ckpt.find.job import Job as OpenedJob
-from torchrec_stream_ckpt.find.tiers import TierState
+from torchrec_stream_ckpt.find.find import Search
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.inner import Control, Objects, open_store
+from torchrec_stream_ckpt.inner import Control, Objects, find, open_store
 from torchrec_stream_ckpt.inner import Job as OpenJob
+from torchrec_stream_ckpt.inner import Job as OpenedJob
 from torchrec_stream_ckpt.log.control import copies
 from torchrec_stream_ckpt.log.control.loss_check import check_whole
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.store.records import Copied, damaged_copies, put_copy, read_copy
 from torchrec_stream_ckpt.util.layout import STORE_FILE, dense_name, partition_dir, segment_name
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.builders import commit, digest_files
+from tests.parts import DenseFolder
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.format.dense_files import DenseFile
-from torchrec_stream_ckpt.store.dense import DenseFolder
 
 NAMES = (".metadata", "__0_0.distcp")
 

@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from tests.padded import at_page, file_limit, inside_a_block, read, send, short
-from tests.parts import FileLog
+from tests.parts import BLOCK, FileLog, file_writer
 from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import LogUnavailableError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
-from torchrec_stream_ckpt.format.padding import BLOCK, BUFFER_BYTES, LEAST_BYTES, MOST_SHARE, gap
-from torchrec_stream_ckpt.log import direct, file_writer, publisher
+from torchrec_stream_ckpt.format.padding import BUFFER_BYTES, LEAST_BYTES, MOST_SHARE, gap
+from torchrec_stream_ckpt.log import direct, publisher
 from torchrec_stream_ckpt.util.layout import partition_dir
 
 SIZES = (0, 64, 128, 4032, 4096, LEAST_BYTES, LEAST_BYTES + 3904, 500_032, 999_296, 999_872)

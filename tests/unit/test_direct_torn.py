@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from tests.padded import at_page, send
-from tests.parts import FileLog
+from tests.parts import BLOCK, FileLog
 from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import Kind, check_pad, parse_header, payload_of
-from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.util.layout import segment_name
 from torchrec_stream_ckpt.util.types import LogSpan
 

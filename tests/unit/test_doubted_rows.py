@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 
 from tests.builders import JOB, table, trim
-from tests.parts import Policy, UpdateKind
+from tests.parts import FollowedJob, Picked, Policy, Update, UpdateKind
 from tests.stores import fold
 from tests.unit.test_followed_proofs import LOST, LosingJob, followed, is_true, lose
 from tests.unit.test_proof_checker import SCHEMA
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import CorruptionError, ProofMismatchError, ReplicaNotReadyError
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
-from torchrec_stream_ckpt.extras.follower.source import Delivered, FollowedJob
-from torchrec_stream_ckpt.extras.follower.updates import Update
+from torchrec_stream_ckpt.extras.follower.source import Delivered
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
@@ -28,7 +27,6 @@ from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import ChunkEntry
 from torchrec_stream_ckpt.inner import MarkerRows
-from torchrec_stream_ckpt.store.catalog import Picked
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableSpec
 
 IN_DOUBT = r"t_a weights rows \[64, 128\) \(proved by 1:2"

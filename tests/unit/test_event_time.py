@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.parts import EventTime
 from torchrec_stream_ckpt import StreamConfig
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.save.event_time import EventTime
 
 
 def vote(*ranks: EventTime) -> list[bool]:

@@ -7,12 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from tests.parts import Findings
 from torchrec_stream_ckpt import Changes, DenseChanges, IdMap, ModelSchema, RowChange
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
 from torchrec_stream_ckpt.evolve.changes import NO_CHANGES
 from torchrec_stream_ckpt.evolve.dense import compare_dense
 from torchrec_stream_ckpt.evolve.dense_outcome import DenseEvolution
-from torchrec_stream_ckpt.evolve.findings import Findings
 from torchrec_stream_ckpt.evolve.model_schema import DenseOptimizer
 from torchrec_stream_ckpt.evolve.resolve import TrainedRows, compare_tables
 from torchrec_stream_ckpt.evolve.row_maps import RowMap

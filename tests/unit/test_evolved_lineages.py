@@ -25,17 +25,22 @@ from tests.evolved import EvolvingJob, TableTruth, random_change, random_schema,
 from tests.parts import (
     FileLog,
     GcRules,
+    HeadWriter,
     Materializer,
     Policy,
     Retention,
+    Target,
     UpdateKind,
+    Verifier,
     app,
     collect,
     fence_of,
     locate,
     open_dense,
+    plan_reads,
     verify_marker,
 )
+from tests.parts import job as route_job
 from tests.sampled import paired, sampled
 from tests.synthetic import Job
 from tests.tiered import TieredJob
@@ -45,20 +50,16 @@ from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import CorruptionError, SchemaMismatchError
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
 from torchrec_stream_ckpt.extras.interchange.dcp_reader import Region, fill
-from torchrec_stream_ckpt.find import job as route_job
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges, check_follows
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Catalog, Log, Objects, TableReader, open_rows, open_store
-from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store
-from torchrec_stream_ckpt.restore.plan import plan_reads, plan_restore
-from torchrec_stream_ckpt.restore.target import Target
+from torchrec_stream_ckpt.restore.plan import plan_restore
 from torchrec_stream_ckpt.store.head import Head
 from torchrec_stream_ckpt.util.types import TOMBSTONE, MarkerId, TableShard
-from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

@@ -15,9 +15,8 @@ from pathlib import Path
 import pytest
 
 import torchrec_stream_ckpt
-from tests.parts import arm
+from tests.parts import arm, failpoints
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.util import failpoints
 from torchrec_stream_ckpt.util.failpoints import failpoint
 
 

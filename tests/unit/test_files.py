@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.builders import Stream, write
-from tests.parts import FileLog
+from tests.parts import FileLog, file_writer
 from tests.unit.file_log import RECORDS
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -22,7 +22,6 @@ from torchrec_stream_ckpt.errors import (
     LogUnavailableError,
     StreamLostError,
 )
-from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log import segments as log_segments
 from torchrec_stream_ckpt.log.file_writer import FileWriter
 from torchrec_stream_ckpt.util.layout import MAX_PARTITIONS, partition_dir, segment_name

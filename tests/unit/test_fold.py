@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 
 from tests import stores, synthetic
-from tests.parts import FileLog, Materializer, Policy, open_dense
+from tests.parts import FileLog, Materializer, Policy, SegmentId, SegmentKind, lay_out, open_dense
+from tests.parts import fold as fold_module
+from tests.parts import merge as merge_module
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, Image, Job, image_of_store, images_of_all
 from tests.unit.folded_job import made_once
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView
-from torchrec_stream_ckpt.format.segment import SegmentId, SegmentKind, chunk_rows, lay_out
+from torchrec_stream_ckpt.format.segment import chunk_rows
 from torchrec_stream_ckpt.inner import Catalog, Control, Objects, open_store
-from torchrec_stream_ckpt.maintain import fold as fold_module
-from torchrec_stream_ckpt.maintain import merge as merge_module
 from torchrec_stream_ckpt.maintain.sorter import RowSorter
 from torchrec_stream_ckpt.util.layout import manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -33,7 +33,7 @@ from tests.followers import (
     weights_at,
     weights_in,
 )
-from tests.parts import Policy, trim_log
+from tests.parts import Changed, FollowedJob, FollowMode, Policy, trim_log
 from tests.synthetic import Image, Job
 from tests.unit.read_job import flipped
 from tests.unit.test_followed_proofs import is_true
@@ -45,9 +45,6 @@ from torchrec_stream_ckpt.errors import (
     ReplicaNotReadyError,
     StoreUnavailableError,
 )
-from torchrec_stream_ckpt.extras.follower.core import FollowMode
-from torchrec_stream_ckpt.extras.follower.source import FollowedJob
-from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR

@@ -27,14 +27,13 @@ from tests.followers import (
     truth,
     weights_at,
 )
-from tests.parts import trim_log
+from tests.parts import Update, trim_log
 from tests.synthetic import Job
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
     ReplicaNotReadyError,
 )
-from torchrec_stream_ckpt.extras.follower.updates import Update
 from torchrec_stream_ckpt.inner import Control, Log, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, SEGMENTS_DIR
 

@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from tests.followers import held, wait_for, weights_at
+from tests.parts import Changed, FollowedJob
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.errors import (
@@ -28,9 +29,7 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.extras.follower import replica as replica_module
 from torchrec_stream_ckpt.extras.follower import tables as tables_module
 from torchrec_stream_ckpt.extras.follower.replica import Gate
-from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.extras.follower.tables import weights_of
-from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.format.frame import Kind, parse_header
 from torchrec_stream_ckpt.inner import Plane
 from torchrec_stream_ckpt.util.types import MarkerId

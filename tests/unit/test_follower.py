@@ -28,7 +28,7 @@ from tests.followers import (
     lose_frames,
     truth,
 )
-from tests.parts import Policy, trim_log
+from tests.parts import FollowedJob, FollowMode, Policy, trim_log
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt import Follower, follow
 from torchrec_stream_ckpt.errors import (
@@ -40,8 +40,6 @@ from torchrec_stream_ckpt.errors import (
     StreamLostError,
 )
 from torchrec_stream_ckpt.extras.follower import tail
-from torchrec_stream_ckpt.extras.follower.core import FollowMode
-from torchrec_stream_ckpt.extras.follower.source import FollowedJob
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control, Log, open_store
 from torchrec_stream_ckpt.log import watch

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.parts import FolderObjects, GcRules, Materializer, Policy, Retention, arm, collect, open_dense
+from tests.parts import FolderObjects, GcPlan, GcRules, Materializer, Policy, Retention, arm, collect, open_dense
 from tests.sampled import sampled
 from tests.stores import History
 from tests.unit.gc_history import ALWAYS, HOUR, NEVER, SPANS, branched, check_whole, gc, names, offered, plain, rules
@@ -30,7 +30,6 @@ from torchrec_stream_ckpt.inner import Catalog
 from torchrec_stream_ckpt.maintain.gc.gc import plan_gc
 from torchrec_stream_ckpt.maintain.gc.gc_delete import delete_all
 from torchrec_stream_ckpt.maintain.gc.inventory import take_inventory
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
 from torchrec_stream_ckpt.util.layout import dense_file_name, manifest_name, parse_fold_segment
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import size

@@ -13,14 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import builders, stores
-from tests.parts import collect
+from tests.parts import Garbage, collect
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import HOUR, check_whole, gc, names, offered, plain, rules
 from torchrec_stream_ckpt.errors import (
     MissingObjectError,
 )
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.inner import Catalog, open_store
 from torchrec_stream_ckpt.maintain.gc import clocks
 from torchrec_stream_ckpt.maintain.gc.clocks import ages, elapsed, glance_at_clocks, read_clocks

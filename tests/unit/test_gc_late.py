@@ -15,21 +15,30 @@ import pytest
 from crc32c import crc32c
 
 from tests import stores
-from tests.parts import FolderObjects, GcRules, Materializer, Policy, Retention, collect, open_dense
+from tests.parts import (
+    FolderObjects,
+    Garbage,
+    GcPlan,
+    GcRules,
+    InProcess,
+    IntervalFolder,
+    Materializer,
+    Policy,
+    Progress,
+    Repairer,
+    Retention,
+    Site,
+    collect,
+    open_dense,
+)
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import ALWAYS, HOUR, branched, check_whole, gc, plain, rules
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.format.manifest import Garbage
 from torchrec_stream_ckpt.inner import Catalog, Objects
-from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
 from torchrec_stream_ckpt.maintain.gc import gc as collecting
 from torchrec_stream_ckpt.maintain.gc import gc_delete
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
-from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
 from torchrec_stream_ckpt.maintain.merge import Merging, merge_share, plan_merge
-from torchrec_stream_ckpt.maintain.progress import Progress
-from torchrec_stream_ckpt.maintain.repairer import Repairer
 from torchrec_stream_ckpt.store.catalog import ObjectCache
 from torchrec_stream_ckpt.util.layout import garbage_name, parse_fold_segment
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests import stores
-from tests.parts import Dropped, Policy, check_synced
+from tests.parts import DenseFolder, Dropped, Policy, ReadBack, check_synced
 from tests.stores import History, choose
 from tests.unit.test_cli_gc import gc, markers, run
 from torchrec_stream_ckpt.cli import gc as cli_gc
@@ -21,9 +21,7 @@ from torchrec_stream_ckpt.format.manifest import BY_HAND
 from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.maintain.gc.inventory import StoreInventory, take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import FRESH_S, Reasked, WaysBack
-from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.store import pins
-from torchrec_stream_ckpt.store.dense import DenseFolder
 from torchrec_stream_ckpt.util.layout import dropped_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

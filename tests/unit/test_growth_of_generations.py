@@ -10,16 +10,15 @@ from pathlib import Path
 import pytest
 
 from tests import builders
+from tests.parts import Verifier, locate
 from tests.synthetic import Job
 from tests.work import grown, lines_of
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.find.strides import Strides
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain.scrub.scrubber import markers_without_a_way
 from torchrec_stream_ckpt.util.layout import segment_name
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 FEW, MANY = 16, 32
 

@@ -10,12 +10,12 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from tests.parts import Picked, Piece, RestorePlan, SegmentRef
 from tests.work import grown, lines_of
 from torchrec_stream_ckpt.extras.interchange.safetensors import write_safetensors
 from torchrec_stream_ckpt.find.route import Path
 from torchrec_stream_ckpt.format.control import TableScalars
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.proof import POSITIONS, Proof, Window
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
@@ -27,8 +27,7 @@ from torchrec_stream_ckpt.proofs.ledger import Ledger
 from torchrec_stream_ckpt.proofs.seen_marks import Circle, Marks, agree
 from torchrec_stream_ckpt.restore.apply import set_scalars
 from torchrec_stream_ckpt.restore.coverage import Coverage
-from torchrec_stream_ckpt.restore.plan import Overlaps, RestorePlan
-from torchrec_stream_ckpt.store.catalog import Picked, Piece
+from torchrec_stream_ckpt.restore.plan import Overlaps
 from torchrec_stream_ckpt.store.newest import TableChunks
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard, TableSpec
 

@@ -19,10 +19,10 @@ import torch.distributed as dist
 
 from tests.builders import digest_files
 from tests.padded import file_limit, inside_a_block, short
+from tests.parts import BLOCK
 from torchrec_stream_ckpt.dense import hashed_file
 from torchrec_stream_ckpt.dense.dcp import DenseReader, load_here, save_together
 from torchrec_stream_ckpt.dense.hashed_file import PIECE_BYTES, HashedFile
-from torchrec_stream_ckpt.format.padding import BLOCK
 from torchrec_stream_ckpt.save.failed_markers import why_not_saved
 
 SIZES = (0, 1, 64, 4096, PIECE_BYTES - 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES + 64)

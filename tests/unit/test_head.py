@@ -17,7 +17,21 @@ import pytest
 
 from tests.builders import JOB, OTHER_JOB, digest_files, trim
 from tests.evolved import EvolvingJob
-from tests.parts import FileLog, GcRules, Materializer, Policy, Retention, collect, locate, open_dense
+from tests.parts import (
+    FileLog,
+    GcRules,
+    HeadWriter,
+    Materializer,
+    Policy,
+    ProofRule,
+    Retention,
+    WindowCheck,
+    collect,
+    decode_chunk,
+    locate,
+    open_dense,
+    read_chunks,
+)
 from tests.sampled import sampled
 from tests.stores import choose
 from tests.synthetic import PLAIN, ROWWISE, SCHEMA, WIDE, Image, image_of_log
@@ -32,14 +46,10 @@ from torchrec_stream_ckpt.format.head import HEAD_FILE, HeadState, SliceLayout, 
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.maintain import head as head_writer
-from torchrec_stream_ckpt.maintain.head import HeadWriter
-from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
-from torchrec_stream_ckpt.proofs.window import WindowCheck, check_head
+from torchrec_stream_ckpt.proofs.window import check_head
 from torchrec_stream_ckpt.store.head import Head, HeadDamagedError
-from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.layout import (
     DATA_DIR,
     dense_name,

@@ -13,11 +13,11 @@ import pytest
 
 from tests.builders import JOB
 from tests.command import run
+from tests.parts import HeadWriter
 from tests.unit.warm_head import Warm, whole
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.format import head as head_format
 from torchrec_stream_ckpt.format.head import HEAD_FILE, head_slice_name, parse_head_slice
-from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.store.head import HeadFolder, default_head_root, head_root
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -18,20 +18,17 @@ from tests import builders
 from tests.followers import LOAD, MARKER, lose_frames
 from tests.golden import make
 from tests.mapped_job import FREE, ONE, PLAIN, SCHEMA, TWO, MappedJob
-from tests.parts import Drain, FrameBuffer, Policy
+from tests.parts import Drain, FrameBuffer, FrameRing, Policy, UpdateKind, followed_maps
 from tests.sampled import sampled
 from tests.stores import fold
 from torchrec_stream_ckpt import FollowedTables, follow
 from torchrec_stream_ckpt.capture.id_stream import IdStream
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError
-from torchrec_stream_ckpt.extras.follower import followed_maps
-from torchrec_stream_ckpt.extras.follower.updates import UpdateKind
 from torchrec_stream_ckpt.extras.interchange.id_map import RawIdMap
 from torchrec_stream_ckpt.format.dense_proof import MODULUS
 from torchrec_stream_ckpt.format.entry_digests import id_entry, pairs_digest
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind, parse_header, payload_of, seal
 from torchrec_stream_ckpt.format.proof import column_keys, replicated_id, row_keys
-from torchrec_stream_ckpt.format.ring import FrameRing
 from torchrec_stream_ckpt.format.rows import (
     ASSIGNED,
     EVICTED,

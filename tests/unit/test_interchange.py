@@ -15,13 +15,13 @@ from safetensors import safe_open
 from tests import stores
 from tests.builders import ROWWISE, table
 from tests.command import ask, run
+from tests.parts import fold
 from tests.tables import FIRST, Tables, write_tables
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
 from torchrec_stream_ckpt.extras.interchange.names import TorchRecName
 from torchrec_stream_ckpt.extras.interchange.target import new_folder, parse_target
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import TableReader, open_rows, open_store
-from torchrec_stream_ckpt.maintain import fold
 from torchrec_stream_ckpt.read import rows as rows_module
 from torchrec_stream_ckpt.util.types import StateSpec
 from torchrec_stream_ckpt.util.units import parse_size

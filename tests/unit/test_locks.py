@@ -21,9 +21,8 @@ from typing import Any
 import pytest
 
 from tests.builders import claim, commit
-from tests.parts import FileLog
+from tests.parts import FileLog, control_file
 from torchrec_stream_ckpt.format.head import HEAD_LOCK
-from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.store.head import HeadFolder
 from torchrec_stream_ckpt.tiers.lock import RelayLock
 from torchrec_stream_ckpt.util import scratch

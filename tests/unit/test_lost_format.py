@@ -11,14 +11,13 @@ import pytest
 
 from tests.builders import digest_files
 from tests.command import call
-from tests.parts import prepare_store
+from tests.parts import check_store, prepare_store
 from tests.stores import contents
 from tests.synthetic import JOB, Job
 from tests.unit.folded_job import made_once, store_of
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, StreamCkptError, TrimmedError
-from torchrec_stream_ckpt.find.job import Job as OpenJob
+from torchrec_stream_ckpt.inner import Job as OpenJob
 from torchrec_stream_ckpt.inner import find, open_store
-from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.layout import MANIFESTS_DIR, STORE_FILE, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -15,11 +15,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, claim, commit
-from tests.parts import Dropped, Manifest
+from tests.parts import Dropped, Fold, Garbage, Manifest, Notes, SegmentRef
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.control import Commit, Mark, TableScalars
-from torchrec_stream_ckpt.format.manifest import Fold, Garbage, Pin, SegmentRef
-from torchrec_stream_ckpt.format.notes import Notes
+from torchrec_stream_ckpt.format.manifest import Pin
 from torchrec_stream_ckpt.format.schema import canonical
 from torchrec_stream_ckpt.format.segment import HEADER_LEN
 from torchrec_stream_ckpt.util.layout import (

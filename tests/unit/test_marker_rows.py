@@ -11,17 +11,14 @@ import pytest
 
 from tests import stores, synthetic
 from tests.followers import LOAD, MARKER, begun, following, truth
-from tests.parts import FolderObjects
+from tests.parts import FileLog, FolderObjects, Update, segment
 from tests.tables import write_tables
 from torchrec_stream_ckpt import open_marker
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError
-from torchrec_stream_ckpt.extras.follower.updates import Update
-from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.frame import Header, Kind
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.read import sent_rows
 from torchrec_stream_ckpt.read.sent_rows import newest
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec

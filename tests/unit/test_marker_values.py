@@ -11,7 +11,7 @@ import torch
 
 from tests import stores, tiered
 from tests.command import ask, run
-from tests.parts import arm
+from tests.parts import arm, pin
 from tests.stores import History
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError, MarkerNotFoundError
@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.record import PIN, Meta, meta_of
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.save.marker_notes import agreed, given
-from torchrec_stream_ckpt.store.pins import pin, pinned
+from torchrec_stream_ckpt.store.pins import pinned
 from torchrec_stream_ckpt.util.types import MarkerId
 
 POINTS = ("note.append", "note.appended", "relay.note")

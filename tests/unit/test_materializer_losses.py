@@ -12,7 +12,7 @@ import pytest
 
 from tests import builders, synthetic
 from tests.builders import digest_files
-from tests.parts import FileLog, GcRules, Materializer, Retention, arm, check_synced, collect, open_dense
+from tests.parts import FileLog, GcRules, Materializer, ReadBack, Retention, arm, check_synced, collect, open_dense
 from tests.stores import choose
 from tests.synthetic import Job, image_of_store, images_of_chain
 from tests.unit.folded_job import (
@@ -29,7 +29,6 @@ from tests.unit.folded_job import (
 from torchrec_stream_ckpt.errors import MarkerNotFoundError, StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Objects, open_store
-from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.layout import DATA_DIR, claim_name, damaged_name, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -12,7 +12,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.parts import FileLog, FolderObjects, Materializer, arm, open_dense, prepare_store
+from tests.parts import (
+    FileLog,
+    FolderObjects,
+    InProcess,
+    IntervalFolder,
+    Materializer,
+    Progress,
+    Repairer,
+    Site,
+    arm,
+    open_dense,
+    prepare_store,
+)
+from tests.parts import fold as fold_module
+from tests.parts import merge as merge_module
 from tests.stores import contents
 from tests.synthetic import Job, image_of_log, image_of_store, images_of_chain
 from tests.unit import read_job, test_rows_around
@@ -21,13 +35,7 @@ from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError, StoreUna
 from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
-from torchrec_stream_ckpt.maintain import fold as fold_module
-from torchrec_stream_ckpt.maintain import merge
-from torchrec_stream_ckpt.maintain import merge as merge_module
-from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
-from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.maintain.progress import Progress
-from torchrec_stream_ckpt.maintain.repairer import Repair, Repairer
+from torchrec_stream_ckpt.maintain.repairer import Repair
 from torchrec_stream_ckpt.maintain.sorter import RowSorter
 from torchrec_stream_ckpt.store import folder as folder_module
 from torchrec_stream_ckpt.util.layout import DATA_DIR
@@ -484,13 +492,13 @@ def test_a_fold_that_holds_other_bits_than_were_merged_is_never_used(job: Job, m
         weights.view(np.uint8).reshape(-1)[0] ^= 1
         add(self, table, col0, cols, replace(view, weights=weights))
 
-    monkeypatch.setattr(merge.RowSorter, "add", flipping)
+    monkeypatch.setattr(merge_module.RowSorter, "add", flipping)
     objects, lineage, newest_marker = open_store(str(store_of(job))), Control(job.log).refresh(), MarkerId(1, 6)
     catalog = Catalog.load(objects, lineage.job)
     cover = replace(catalog, folds=frozenset()).cover(lineage.chain(newest_marker))[1:]
     said = r"a fold was written with \d+ rows, but \d+ rows or other bits were read back"
     with ThreadPoolExecutor(2) as pool, pytest.raises(CorruptionError, match=said) as told:
-        merge.merge(objects, lineage, cover, pool)
+        merge_module.merge(objects, lineage, cover, pool)
     assert told.value.hint.endswith("the fold is not used")
     assert {path.name for path in store_of(job).glob("folds/*/*")} == before
 

@@ -17,25 +17,24 @@ import numpy as np
 import pytest
 
 from tests import builders, stores, synthetic
-from tests.parts import FolderObjects, GcRules, Policy, Retention, collect, locate
+from tests.parts import FolderObjects, GcRules, Picked, Piece, Policy, Retention, collect, locate, reader
+from tests.parts import fold as fold_module
+from tests.parts import merge as merge_module
+from tests.parts import segment as segment_module
 from tests.sampled import sampled
 from tests.synthetic import ROWWISE, WIDE, Job
 from tests.unit.folded_job import made_once
 from tests.unit.test_fold import check, fold, history, lineage_of
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, ScratchUnavailableError, StoreUnavailableError
-from torchrec_stream_ckpt.format import segment as segment_module
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Catalog, Objects, TableReader, open_rows, open_store
-from torchrec_stream_ckpt.maintain import fold as fold_module
-from torchrec_stream_ckpt.maintain import merge as merge_module
 from torchrec_stream_ckpt.maintain import merge_plan, run_merging
 from torchrec_stream_ckpt.maintain.compactor import spans
 from torchrec_stream_ckpt.maintain.merge import merge, merge_share, plan_merge
 from torchrec_stream_ckpt.maintain.sorter import RowSorter
 from torchrec_stream_ckpt.read import rows as rows_module
-from torchrec_stream_ckpt.store import reader, runs
-from torchrec_stream_ckpt.store.catalog import Picked, Piece
+from torchrec_stream_ckpt.store import runs
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec
 
 ROWS = 4000

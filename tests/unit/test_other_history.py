@@ -9,19 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.builders import JOB
-from tests.parts import Policy, check_synced, locate, open_dense
+from tests.parts import HeadWriter, Policy, ReadBack, Verifier, WindowReader, check_synced, locate, open_dense
 from tests.stores import History
 from tests.unit import summarized_job
 from tests.unit.summarized_job import NEVER, NEWEST, Store, folded, materializer
 from tests.unit.test_summaries import lying_history
 from torchrec_stream_ckpt.errors import CorruptionError, OtherLogError
 from torchrec_stream_ckpt.inner import Catalog, Holdings, open_rows
-from torchrec_stream_ckpt.maintain.head import HeadWriter
-from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
-from torchrec_stream_ckpt.proofs.window import WindowReader
 from torchrec_stream_ckpt.util.layout import StoreSegment, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
-from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

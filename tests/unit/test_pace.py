@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
+from tests.parts import EventTime
 from tests.sampled import sampled
 from torchrec_stream_ckpt.ranks.vote_interval import LATEST_S, MOST_STEPS, NEVER, Spacing
-from torchrec_stream_ckpt.save.event_time import EventTime
 from torchrec_stream_ckpt.save.pace import LONGEST_INTERVAL, Account, DrainInterval, Pace
 
 

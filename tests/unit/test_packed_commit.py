@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.builders import SCHEMA
 from tests.golden import make
+from tests.parts import CommitKey
 from tests.sampled import sampled
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format import rank_shards
@@ -23,7 +24,6 @@ from torchrec_stream_ckpt.format.control import Commit, parse_control
 from torchrec_stream_ckpt.format.dense_files import DenseFile, DenseList
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, json_frame
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.packed_commit import PackedCommit, open_commit, read_record
 from torchrec_stream_ckpt.format.rank_ends import COLUMNS, RankEnds
 from torchrec_stream_ckpt.format.rank_shards import MAX_TEXT, RankShards

@@ -13,8 +13,8 @@ import pytest
 from page_tables.proof import MONTH, planned, ways
 from page_tables.results import of_machines
 
+from tests.parts import UnitCosts
 from tests.unit.test_pages import ROOT, Point, check, numbers, page
-from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
 
 from page_tables.quoted import less as quoted_less  # isort: skip
 from quotations import quoted  # isort: skip

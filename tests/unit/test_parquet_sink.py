@@ -14,13 +14,13 @@ from tests.command import call, run
 from tests.followers import LOAD, MARKER, begun, weights_in
 from tests.followers import truth as image_at
 from tests.mapped_job import ONE, SCHEMA, Dump, MappedJob
+from tests.parts import Changed, Feed
 from tests.synthetic import Job
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, SinkUnavailableError
 from torchrec_stream_ckpt.extras.follower import parquet_sink
 from torchrec_stream_ckpt.extras.follower.parquet_sink import ParquetSink
-from torchrec_stream_ckpt.extras.follower.sink import Feed, Written
-from torchrec_stream_ckpt.extras.follower.updates import Changed
+from torchrec_stream_ckpt.extras.follower.sink import Written
 from torchrec_stream_ckpt.extras.interchange import parquet as parquet_files
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
 

@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from torchrec_stream_ckpt.dense import dcp as ours
+from tests.parts import dcp as ours
 from torchrec_stream_ckpt.dense.dcp import DenseReader, load_here
 from torchrec_stream_ckpt.dense.plain_tensors import read_plain
 

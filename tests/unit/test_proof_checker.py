@@ -17,26 +17,33 @@ from tests.builders import table
 from tests.command import call
 from tests.counting import CountingObjects
 from tests.evolved import EvolvingJob
-from tests.parts import FileLog, Materializer, Policy, arm, open_dense
+from tests.parts import (
+    FileLog,
+    Materializer,
+    Policy,
+    ProofRule,
+    Verifier,
+    WindowCheck,
+    WindowReader,
+    arm,
+    entries_of,
+    locate,
+    open_dense,
+)
 from tests.stores import lose_rows
 from tests.unit.folded_job import command
 from tests.unit.test_proof_format import lose_a_row
 from torchrec_stream_ckpt.extras.sizing.requests import proof_requests
-from torchrec_stream_ckpt.find.route import locate
 from torchrec_stream_ckpt.format.proof import POSITIONS
 from torchrec_stream_ckpt.format.readings import Comparison
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import entries_of
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
-from torchrec_stream_ckpt.maintain.proof_checker import ProofRule
 from torchrec_stream_ckpt.maintain.repairer import Repair
 from torchrec_stream_ckpt.proofs.proof_status import status_of
-from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.store.verdicts import list_proved, new_verdicts
 from torchrec_stream_ckpt.util.layout import MANIFESTS_DIR, PROVED_DIR, SEGMENTS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec
-from torchrec_stream_ckpt.verify.verdicts import Verifier
 
 pytestmark = pytest.mark.usefixtures("no_syncs")
 

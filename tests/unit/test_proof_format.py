@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from tests.builders import table
 from tests.evolved import EvolvingJob, random_job
-from tests.parts import FileLog, Policy
+from tests.parts import FileLog, Policy, WindowCheck, WindowReader, entries_of
+from tests.parts import fold as fold_module
+from tests.parts import merge as merge_module
 from tests.plain_proof import MASK, mix
 from tests.sampled import paired
 from tests.stores import fold
@@ -35,11 +37,8 @@ from torchrec_stream_ckpt.format.proof import (
 )
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import entries_of
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
-from torchrec_stream_ckpt.maintain import fold as fold_module
-from torchrec_stream_ckpt.maintain import merge as merge_module
-from torchrec_stream_ckpt.proofs.window import WindowCheck, WindowReader, cells_of
+from torchrec_stream_ckpt.proofs.window import cells_of
 from torchrec_stream_ckpt.store.reader import open_segments
 from torchrec_stream_ckpt.util.types import StateSpec, TableSpec
 

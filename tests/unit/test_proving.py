@@ -19,7 +19,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.parts import FrameRing
+from tests.parts import FrameRing, modules
 from tests.plain_proof import plain_digest, plain_digests, shards_of
 from tests.sampled import sampled
 from torchrec_stream_ckpt.capture.oracle import Oracle
@@ -29,7 +29,7 @@ from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Header, Kind
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS, POSITIONS, Proved, Window, replicated_id
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.model import FusedKernel, modules, proving
+from torchrec_stream_ckpt.model import FusedKernel, proving
 from torchrec_stream_ckpt.model.proving import digests, replicated_digests
 from torchrec_stream_ckpt.save.rank_cut import put_mark
 

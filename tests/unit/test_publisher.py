@@ -13,11 +13,10 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from tests.builders import JOB
-from tests.parts import FrameRing
+from tests.parts import Ack, FrameRing
 from torchrec_stream_ckpt.errors import LogUnavailableError, StreamLostError
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, Header, Kind, parse_header, payload_of
 from torchrec_stream_ckpt.log import publisher
-from torchrec_stream_ckpt.log.api import Ack
 from torchrec_stream_ckpt.log.flight import StreamEnd
 from torchrec_stream_ckpt.log.publisher import Publisher
 

@@ -28,7 +28,7 @@ from tests.builders import JOB
 from tests.evolved import EvolvingJob
 from tests.followers import lose_frames, wait_for
 from tests.mapped_job import ONE, PLAIN, TWO, MappedJob
-from tests.parts import Policy, UpdateKind
+from tests.parts import Changed, FollowedJob, Policy, UpdateKind, followed_maps
 from tests.served import WIDTHS, SmallValues, all_rows, bits, collection, collision, quantize_parts, quantized, refusals
 from tests.stores import fold
 from torchrec_stream_ckpt import FollowedModel, follow
@@ -40,14 +40,11 @@ from torchrec_stream_ckpt.errors import (
     SchemaMismatchError,
     UnsupportedError,
 )
-from torchrec_stream_ckpt.extras.follower import followed_maps
 from torchrec_stream_ckpt.extras.follower import model as model_module
-from torchrec_stream_ckpt.extras.follower.source import FollowedJob
-from torchrec_stream_ckpt.extras.follower.updates import Changed
 from torchrec_stream_ckpt.extras.follower.whole_rows import WholeRows, Write
 from torchrec_stream_ckpt.format.schema import Schema
+from torchrec_stream_ckpt.inner import Plane
 from torchrec_stream_ckpt.model.inference_ids import ServedMap
-from torchrec_stream_ckpt.restore.target import Plane
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 
 ROWWISE = StateSpec("momentum1", "float32", True)

@@ -18,17 +18,30 @@ import pytest
 
 from tests import builders, stores
 from tests.command import attempt, call, run
-from tests.parts import FolderObjects, GcRules, Materializer, Policy, Retention, Scrubber, arm, collect, open_dense
+from tests.parts import (
+    Fold,
+    FolderObjects,
+    GcPlan,
+    GcRules,
+    Materializer,
+    Policy,
+    ReadBack,
+    Reading,
+    Retention,
+    Scrubber,
+    ScrubPlace,
+    arm,
+    collect,
+    open_dense,
+)
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import ALWAYS, NEVER, SPANS, branched
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.format.manifest import Fold
-from torchrec_stream_ckpt.format.readings import Reading, ReadUnit, ScrubPlace
+from torchrec_stream_ckpt.format.readings import ReadUnit
 from torchrec_stream_ckpt.inner import Catalog, Damaged, Holdings, Job, find
 from torchrec_stream_ckpt.maintain.gc import gc as gc_module
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
-from torchrec_stream_ckpt.maintain.scrub.readings import COUNTS_FOR_S, ReadBack
+from torchrec_stream_ckpt.maintain.scrub.readings import COUNTS_FOR_S
 from torchrec_stream_ckpt.store.verdicts import put_reading, take_back
 from torchrec_stream_ckpt.util.layout import READINGS_DIR, FoldName, scrub_place_name
 from torchrec_stream_ckpt.util.types import MarkerId

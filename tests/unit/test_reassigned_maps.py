@@ -15,6 +15,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from tests.collided import ENDS, ranks_of
 from tests.hash_zch import trainable
+from tests.parts import Findings
 from tests.unit import test_hash_maps as hashed
 from tests.unit.test_evolve import SAVED, A, B, C, here
 from tests.unit.test_id_maps import LARGEST, POLICIES, ROWS, maps, profile, shards, train
@@ -22,13 +23,13 @@ from torchrec_stream_ckpt import Changes, IdMap, RowChange
 from torchrec_stream_ckpt.dense.id_maps import read_pieces
 from torchrec_stream_ckpt.dense.reassignment import new_rows, state_at
 from torchrec_stream_ckpt.errors import ChangesError, SchemaMismatchError
-from torchrec_stream_ckpt.evolve.findings import Findings, Misfit, NewRowsNeededError
+from torchrec_stream_ckpt.evolve.findings import Misfit, NewRowsNeededError
 from torchrec_stream_ckpt.evolve.model_evolution import compare
 from torchrec_stream_ckpt.evolve.model_schema import ModelSchema
-from torchrec_stream_ckpt.evolve.report import EvolutionReport
 from torchrec_stream_ckpt.evolve.resolve import compare_tables
 from torchrec_stream_ckpt.evolve.row_maps import NewRows, RowMap
 from torchrec_stream_ckpt.format.claim_changes import ClaimChanges
+from torchrec_stream_ckpt.inner import EvolutionReport
 from torchrec_stream_ckpt.model.hash_collision import first_free
 from torchrec_stream_ckpt.restore.session import Loaded
 from torchrec_stream_ckpt.util.types import Restored

@@ -14,7 +14,7 @@ import pytest
 from tests import stores
 from tests.builders import JOB, OTHER_JOB, ROWWISE, claim, table
 from tests.command import ask, run
-from tests.parts import FileLog, Materializer, open_dense, prepare_store
+from tests.parts import FileLog, Materializer, file_writer, open_dense, prepare_store
 from tests.stores import History
 from tests.tables import FIRST, write_tables
 from tests.unit.test_interchange import SCHEMA, values
@@ -22,7 +22,6 @@ from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotF
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control, open_store
-from torchrec_stream_ckpt.log import file_writer
 from torchrec_stream_ckpt.log.control.loss_check import check_not_lost
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, RECORDS_DIR, STORE_FILE, claim_name, dense_name
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -12,15 +12,13 @@ from typing import Any
 import pytest
 
 from tests.builders import SCHEMA, claim, commit, table
-from tests.parts import FileLog, fence_of
+from tests.parts import CommitKey, FileLog, body_of, fence_of, lineage_of
 from tests.synthetic import Job, image_of_log
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.claim_references import alone, brief
 from torchrec_stream_ckpt.format.control import Claim, parse_control
-from torchrec_stream_ckpt.format.folding import body_of, lineage_of
 from torchrec_stream_ckpt.format.frame import MAX_FRAME_BYTES, parse_header, payload_of
 from torchrec_stream_ckpt.format.lineage import Lineage, knows, towards
-from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rank_shards import RankShards
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control

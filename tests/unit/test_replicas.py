@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.parts import Scope
 from torchrec_stream_ckpt.dense import replicas
-from torchrec_stream_ckpt.dense.replica_check import ALL, Held, Scope, all_same, check_same, hold
+from torchrec_stream_ckpt.dense.replica_check import ALL, Held, all_same, check_same, hold
 from torchrec_stream_ckpt.dense.replicas import CopyMemory, owners
 from torchrec_stream_ckpt.errors import MarkerFailedError, ReplicaMismatchError
 

@@ -19,29 +19,41 @@ from tests.command import call
 from tests.contract.test_log_contract import acknowledged, control_record
 from tests.counting import CountingObjects
 from tests.jobs_on_paper import PaperJob, tables
-from tests.parts import GcRules, Materializer, Policy, Retention, Scrubber, collect, locate, open_dense
+from tests.parts import (
+    GcRules,
+    Materializer,
+    Policy,
+    Retention,
+    Scrubber,
+    UnitCosts,
+    collect,
+    fold,
+    job,
+    locate,
+    open_dense,
+    read_chunks,
+    reader,
+    segment,
+    summarizer,
+)
+from tests.parts import job as find_job
 from tests.s3.test_bucket_log import mark
 from tests.synthetic import SCHEMA, Job
 from torchrec_stream_ckpt.extras.sizing import requests as model
 from torchrec_stream_ckpt.extras.sizing.bills import Share, store_shares
 from torchrec_stream_ckpt.extras.sizing.folds import fold_load
-from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, Workload, optimizer_states
 from torchrec_stream_ckpt.extras.sizing.needs import plan
 from torchrec_stream_ckpt.extras.sizing.requests import HeldStore, Requests, fold_requests, marker_requests
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched
-from torchrec_stream_ckpt.find import job
-from torchrec_stream_ckpt.find import job as find_job
-from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.log.bucket import log as bucket_log
 from torchrec_stream_ckpt.log.bucket.control_objects import BLOCK
 from torchrec_stream_ckpt.log.bucket.writer import LINGER_S, OBJECT_BYTES
-from torchrec_stream_ckpt.maintain import fold, summarizer
 from torchrec_stream_ckpt.maintain.gc import gc_delete
 from torchrec_stream_ckpt.maintain.scrub import scrub_reader
-from torchrec_stream_ckpt.store import ranges, reader
-from torchrec_stream_ckpt.store.reader import read_chunks
+from torchrec_stream_ckpt.store import ranges
 from torchrec_stream_ckpt.util.layout import parse_fold_segment, parse_store_segment
 from torchrec_stream_ckpt.util.types import TableSpec
 from torchrec_stream_ckpt.util.uris import BucketUri

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.builders import ROWWISE, claim, commit, table
-from tests.parts import locate
+from tests.parts import RestorePlan, intersect, locate
 from torchrec_stream_ckpt.errors import ColumnResplitError, CorruptionError, MarkerNotFoundError, SchemaMismatchError
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.schema import Schema, check_schema
-from torchrec_stream_ckpt.restore.plan import Move, Overlaps, RestorePlan, intersect, plan_restore
+from torchrec_stream_ckpt.restore.plan import Move, Overlaps, plan_restore
 from torchrec_stream_ckpt.util.types import MarkerId, RankEnd, StateSpec, TableShard, TableSpec
 
 PLAIN = table("a_plain", 13, 6)

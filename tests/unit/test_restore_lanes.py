@@ -14,27 +14,42 @@ import pytest
 import torch
 
 from tests import builders
-from tests.parts import FileLog, FolderObjects, Materializer, Policy, locate, open_dense
+from tests.parts import (
+    FileLog,
+    FolderObjects,
+    Materializer,
+    Picked,
+    Piece,
+    Policy,
+    RestorePlan,
+    SegmentId,
+    SegmentKind,
+    SegmentRef,
+    Target,
+    fold,
+    intersect,
+    lay_out,
+    locate,
+    merge,
+    open_dense,
+    parse_front,
+    plan_reads,
+    reader,
+    segment,
+)
 from tests.sampled import sampled
 from tests.stores import HeldObjects
 from tests.synthetic import Image, Job, images_of_all
 from torchrec_stream_ckpt.errors import CorruptionError, StoreUnavailableError
-from torchrec_stream_ckpt.format import segment
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import RowLayout
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.format.segment import Chunk, SegmentId, SegmentKind, lay_out, parse_front
+from torchrec_stream_ckpt.format.segment import Chunk
 from torchrec_stream_ckpt.inner import Catalog, Control, Route
-from torchrec_stream_ckpt.maintain import fold, merge
 from torchrec_stream_ckpt.proofs.seen_marks import SeenMarks, blocks_of
 from torchrec_stream_ckpt.restore import apply
 from torchrec_stream_ckpt.restore.apply import apply_log, apply_store, read_runs
-from torchrec_stream_ckpt.restore.plan import RestorePlan, intersect, plan_reads
-from torchrec_stream_ckpt.restore.target import Target
-from torchrec_stream_ckpt.store import reader
-from torchrec_stream_ckpt.store.catalog import Picked, Piece
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableShard, TableSpec
 
 ROWWISE, FULL = StateSpec("sum", "float32", True), StateSpec("exp_avg", "float16", False)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests import stores
-from tests.parts import Retention, arm, collect
+from tests.parts import Retention, arm, collect, pin
 from tests.sampled import sampled
 from tests.stores import HeldObjects, History
 from tests.unit.gc_history import HOUR, check_whole, gc, names, plain, rules
@@ -27,7 +27,7 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.manifest import Pin
 from torchrec_stream_ckpt.inner import Catalog, Holdings
 from torchrec_stream_ckpt.maintain.gc.retention import Candidate, Decision
-from torchrec_stream_ckpt.store.pins import pin, unpin
+from torchrec_stream_ckpt.store.pins import unpin
 from torchrec_stream_ckpt.util.layout import dropped_name, pin_name
 from torchrec_stream_ckpt.util.types import MarkerId
 from torchrec_stream_ckpt.util.units import parse_duration

@@ -12,13 +12,13 @@ from crc32c import crc32c
 
 from tests.builders import JOB
 from tests.inside import masks_of, sender_of
-from tests.parts import Drain, FrameBuffer, FrameRing
+from tests.parts import Drain, FrameBuffer, FrameRing, RowStager
 from tests.unit.captured_job import ROWS as TOUCHED
 from tests.unit.captured_job import Job
 from torchrec_stream_ckpt.capture import staging
 from torchrec_stream_ckpt.capture import touched as sweep_module
 from torchrec_stream_ckpt.capture.sender import KernelRows
-from torchrec_stream_ckpt.capture.staging import RowStager, StreamIdentity
+from torchrec_stream_ckpt.capture.staging import StreamIdentity
 from torchrec_stream_ckpt.capture.touched import MaskSweep
 from torchrec_stream_ckpt.errors import UnsupportedError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, MAX_FRAME_BYTES, Header, Kind

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.command import ask
-from tests.parts import FolderObjects, Policy, locate, open_dense, trim_log
+from tests.parts import FolderObjects, Policy, locate, open_dense, parse_front, trim_log
 from tests.stores import choose, fold, lose_rows
 from tests.synthetic import JOB, Image, Job, image_of_log
 from tests.unit.read_job import (
@@ -30,7 +30,6 @@ from tests.unit.read_job import (
 )
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import CorruptionError, TrimmedError
-from torchrec_stream_ckpt.format.segment import parse_front
 from torchrec_stream_ckpt.inner import Catalog, Control, MarkerRows, TableReader, open_rows, open_store
 from torchrec_stream_ckpt.util.layout import DATA_DIR, dropped_name, manifest_name, parse_store_segment
 from torchrec_stream_ckpt.util.types import MarkerId

@@ -18,7 +18,18 @@ from tests import stores
 from tests.builders import digest_files
 from tests.command import ask, doctor
 from tests.faults.disks import CannotMount, fill, small_disk
-from tests.parts import Dropped, FileLog, FolderObjects, GcRules, Policy, Retention, Scrubber, collect, prepare_store
+from tests.parts import (
+    Dropped,
+    FileLog,
+    FolderObjects,
+    GcRules,
+    Policy,
+    Retention,
+    Scrubber,
+    ScrubPlace,
+    collect,
+    prepare_store,
+)
 from tests.processes.test_scrub_kills import read_names
 from tests.stores import HeldObjects, History, contents
 from tests.synthetic import JOB, Job
@@ -36,7 +47,6 @@ from tests.unit.scrubbed_job import (
     scrubbed_job,
 )
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MarkerNotFoundError, StoreUnavailableError
-from torchrec_stream_ckpt.format.readings import ScrubPlace
 from torchrec_stream_ckpt.inner import Control, open_store
 from torchrec_stream_ckpt.maintain.repairer import Replacing
 from torchrec_stream_ckpt.maintain.scrub import scrubber

@@ -16,10 +16,21 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, OTHER_JOB, ROWWISE, table
 from tests.counting import CountingObjects
+from tests.parts import (
+    Picked,
+    SegmentId,
+    SegmentKind,
+    SegmentRef,
+    decode_chunk,
+    entries_of,
+    lay_out,
+    parse_front,
+    read_chunks,
+    reader,
+)
 from tests.stores import History, fold
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError
 from torchrec_stream_ckpt.format.frame import ALIGNMENT, MAX_FRAME_BYTES
-from torchrec_stream_ckpt.format.manifest import SegmentRef
 from torchrec_stream_ckpt.format.rows import RowLayout, RowsView, view_rows
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.format.segment import (
@@ -30,24 +41,16 @@ from torchrec_stream_ckpt.format.segment import (
     Chunk,
     ChunkEntry,
     Front,
-    SegmentId,
-    SegmentKind,
     check_chunk,
     check_tables,
     chunk_rows,
-    decode_chunk,
-    entries_of,
     front_bytes_of,
     front_length,
-    lay_out,
     pack_front,
-    parse_front,
     parse_fronts,
 )
 from torchrec_stream_ckpt.inner import Catalog, Objects, open_store
-from torchrec_stream_ckpt.store import reader
-from torchrec_stream_ckpt.store.catalog import Picked
-from torchrec_stream_ckpt.store.reader import load_front, load_fronts, load_told, open_pieces, read_chunks
+from torchrec_stream_ckpt.store.reader import load_front, load_fronts, load_told, open_pieces
 from torchrec_stream_ckpt.util.layout import StoreSegment
 from torchrec_stream_ckpt.util.types import MarkerId, StateSpec, TableSpec
 

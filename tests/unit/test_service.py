@@ -15,15 +15,13 @@ from typing import Any
 import pytest
 
 from tests import builders
-from tests.parts import FileLog, Materializer, open_dense
+from tests.parts import FileLog, HeadWriter, Materializer, interval_folder, open_dense
 from tests.synthetic import Job
 from tests.unit.folded_job import check_folded, command, folded_job, materialize, store_of
 from torchrec_stream_ckpt.cli.events import Panel, line
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.inner import Control, open_store
-from torchrec_stream_ckpt.maintain import interval_folder
 from torchrec_stream_ckpt.maintain import materialize_service as service_module
-from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.maintain.materialize_service import MaterializeService
 from torchrec_stream_ckpt.util.layout import CONTROL_LOCK, STORE_FILE
 from torchrec_stream_ckpt.util.service import Event, Service

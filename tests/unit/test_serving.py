@@ -11,15 +11,13 @@ import pytest
 import torch
 
 from tests.command import call, run
-from tests.parts import FileLog, UpdateKind
+from tests.parts import CommitKey, FileLog, Update, UpdateKind
 from tests.synthetic import PLAIN, SCHEMA, WIDE, Job, image_of_log
 from torchrec_stream_ckpt import Follower, follow
 from torchrec_stream_ckpt.errors import ConfigError, FencedError, ServingStreamError, UnsupportedError
 from torchrec_stream_ckpt.extras.follower.serve import ServingWriter
 from torchrec_stream_ckpt.extras.follower.serving import Encoding, decode, encode, served_schema
-from torchrec_stream_ckpt.extras.follower.updates import Update
 from torchrec_stream_ckpt.format.control import parse_control
-from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.inner import Control
 from torchrec_stream_ckpt.util.types import MarkerId

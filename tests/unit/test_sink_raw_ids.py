@@ -13,14 +13,13 @@ import pytest
 from tests import builders
 from tests.followers import LOAD, MARKER, lose_frames
 from tests.mapped_job import ENDS, FREE, ONE, PLAIN, SCHEMA, TWO, Dump, MappedJob
+from tests.parts import Changed, Feed, Policy, Update, UpdateKind
 from tests.stores import fold
 from torchrec_stream_ckpt import follow
 from torchrec_stream_ckpt.errors import SinkUnavailableError
-from torchrec_stream_ckpt.extras.follower.sink import Feed, Written
-from torchrec_stream_ckpt.extras.follower.updates import Changed, Update, UpdateKind
+from torchrec_stream_ckpt.extras.follower.sink import Written
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES
 from torchrec_stream_ckpt.format.schema import Schema
-from torchrec_stream_ckpt.maintain.compactor import Policy
 from torchrec_stream_ckpt.read import sent_rows
 from torchrec_stream_ckpt.util.types import MarkerId, TableSpec
 

@@ -15,10 +15,11 @@ from recipe_helper import load_recipe
 
 from tests.builders import rows_frame
 from tests.command import run
+from tests.parts import GATHERS, SYNCS, UnitCosts
 from tests.unit.test_pages import NUMBER, check, page, rows_of
 from torchrec_stream_ckpt.errors import ConfigError
-from torchrec_stream_ckpt.extras.sizing.failure import GATHERS, SYNCS, commit_time, loss_window, mark_time, restore_time
-from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, UnitCosts, Workload, optimizer_states
+from torchrec_stream_ckpt.extras.sizing.failure import commit_time, loss_window, mark_time, restore_time
+from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, Workload, optimizer_states
 from torchrec_stream_ckpt.extras.sizing.keep import broker_need, store_bytes
 from torchrec_stream_ckpt.extras.sizing.needs import plan
 from torchrec_stream_ckpt.extras.sizing.stream import StepCost, drain_bytes, host_time, step_time, stream_bytes_per_s

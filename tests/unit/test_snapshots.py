@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
 from tests.golden import make
-from tests.parts import FileLog
+from tests.parts import CommitKey, FileLog, body_of, control_file, lineage_of, shorten_control
 from tests.sampled import sampled
 from tests.unit.snapshot_log import JOB, RECORDS, again, grow, markers, note, parts, shorten
 from tests.unit.test_commit_key import KEY, key_file
@@ -26,15 +26,12 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
 )
 from torchrec_stream_ckpt.format.control import ControlRecord, parse_control
-from torchrec_stream_ckpt.format.folding import body_of, is_snapshot, lineage_of
+from torchrec_stream_ckpt.format.folding import is_snapshot
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage
-from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.format.snapshot import Snapshot, pack, unpack
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log import control_file
 from torchrec_stream_ckpt.log.control import snapshots
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.builders import claim, commit, trim
-from tests.parts import FileLog, locate
+from tests.parts import CommitKey, FileLog, body_of, locate, shorten_control
 from tests.sampled import sampled
 from tests.stores import History, fold
 from tests.unit.snapshot_log import RECORDS, again, note
@@ -19,12 +19,9 @@ from tests.unit.test_commit_key import KEY, key_file
 from torchrec_stream_ckpt.errors import CorruptionError, LogUnavailableError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.format.commits import Commits, Place
 from torchrec_stream_ckpt.format.control import Commit, ControlRecord
-from torchrec_stream_ckpt.format.folding import body_of
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.format.lineage import Lineage, towards
-from torchrec_stream_ckpt.format.mac import CommitKey
 from torchrec_stream_ckpt.inner import Catalog, Control
-from torchrec_stream_ckpt.log.control.snapshots import shorten_control
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE
 from torchrec_stream_ckpt.util.types import MarkerId
 

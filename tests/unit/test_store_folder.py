@@ -18,17 +18,14 @@ from typing import Any
 
 import pytest
 
-from tests.parts import FolderObjects, prepare_store
+from tests.parts import FolderObjects, failpoints, prepare_store, put_once, refuses_taken_names
 from tests.unit.folded_job import command, folded_job
 from torchrec_stream_ckpt.cli import materialize as cli
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, MissingObjectError, StoreUnavailableError
 from torchrec_stream_ckpt.inner import open_store
 from torchrec_stream_ckpt.maintain.engine.parcel import SiteAddress
 from torchrec_stream_ckpt.store.api import LooksFirst
-from torchrec_stream_ckpt.store.identity import refuses_taken_names
 from torchrec_stream_ckpt.store.remote import FsspecObjects, typed
-from torchrec_stream_ckpt.store.write_once import put_once
-from torchrec_stream_ckpt.util import failpoints
 
 DATA = b"0123456789" * 100
 

@@ -14,33 +14,35 @@ import pytest
 from tests import stores
 from tests.parts import (
     GcRules,
+    InProcess,
+    IntervalFolder,
     Materializer,
+    Piece,
     Policy,
+    Progress,
+    ReadBack,
+    Repairer,
     Retention,
     Scrubber,
+    Site,
     arm,
     check_synced,
     collect,
     open_dense,
+    pin,
+    summarizer,
     trim_log,
 )
 from tests.sampled import sampled
 from tests.stores import HeldObjects, History
 from torchrec_stream_ckpt.errors import CorruptionError, MarkerNotFoundError, StreamCkptError
 from torchrec_stream_ckpt.inner import Catalog, Control, Holdings
-from torchrec_stream_ckpt.maintain import summarizer
-from torchrec_stream_ckpt.maintain.engine.api import InProcess, Site
 from torchrec_stream_ckpt.maintain.gc.inventory import take_inventory
 from torchrec_stream_ckpt.maintain.gc.lost_markers import WaysBack, lost_markers
-from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.maintain.progress import Progress
-from torchrec_stream_ckpt.maintain.repairer import Repairer
-from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage
 from torchrec_stream_ckpt.store import summaries
-from torchrec_stream_ckpt.store.catalog import Piece
-from torchrec_stream_ckpt.store.pins import pin, unpin
+from torchrec_stream_ckpt.store.pins import unpin
 from torchrec_stream_ckpt.util.types import MarkerId
 
 HOUR, DAY = 3600.0, 86400.0

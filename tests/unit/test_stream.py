@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 
 from tests.builders import OTHER_JOB, SCHEMA, Stream, claim, commit, write
-from tests.parts import FileLog
+from tests.parts import FileLog, read_hello, read_mark
 from torchrec_stream_ckpt.errors import CorruptionError, StreamLostError
 from torchrec_stream_ckpt.format.control import Mark
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind, json_frame, parse_header
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import read_stream
 from torchrec_stream_ckpt.log.gaps import Gap, StreamName, check_gaps
-from torchrec_stream_ckpt.log.stream import Strays, checked_payload, read_hello, read_mark
+from torchrec_stream_ckpt.log.stream import Strays, checked_payload
 from torchrec_stream_ckpt.util.types import LogSpan, RankEnd
 
 

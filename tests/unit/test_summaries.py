@@ -16,7 +16,22 @@ from crc32c import crc32c
 
 from tests.builders import Stream
 from tests.golden import make_store
-from tests.parts import GcRules, Manifest, Policy, Retention, Scrubber, arm, collect, locate, open_dense, verify_marker
+from tests.parts import (
+    GcRules,
+    IntervalFolder,
+    Manifest,
+    Policy,
+    Progress,
+    Repairer,
+    Retention,
+    Scrubber,
+    arm,
+    collect,
+    locate,
+    open_dense,
+    summarizer,
+    verify_marker,
+)
 from tests.stores import History
 from tests.unit import summarized_job
 from tests.unit.summarized_job import (
@@ -38,10 +53,6 @@ from torchrec_stream_ckpt.format.control import Mark, TableScalars
 from torchrec_stream_ckpt.format.frame import Kind
 from torchrec_stream_ckpt.format.summary import Part, Summary
 from torchrec_stream_ckpt.inner import Catalog, open_rows
-from torchrec_stream_ckpt.maintain import summarizer
-from torchrec_stream_ckpt.maintain.interval_folder import IntervalFolder
-from torchrec_stream_ckpt.maintain.progress import Progress
-from torchrec_stream_ckpt.maintain.repairer import Repairer
 from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender
 from torchrec_stream_ckpt.maintain.scrub.scrubber import Damage
 from torchrec_stream_ckpt.store.summaries import list_summaries, load_summary, put_summary

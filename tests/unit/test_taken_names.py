@@ -10,16 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests import synthetic
-from tests.parts import FolderObjects, Materializer, Policy, open_dense, prepare_store
+from tests.parts import Fold, FolderObjects, Materializer, Policy, check_store, open_dense, prepare_store
 from tests.stores import contents
 from tests.synthetic import Job
 from tests.unit.folded_job import check_folded, folded_job, lineage_of, materialize, store_of
 from torchrec_stream_ckpt.errors import OtherLogError, StoreUnavailableError, StreamCkptError
 from torchrec_stream_ckpt.format.frame import Buffer
-from torchrec_stream_ckpt.format.manifest import Fold
 from torchrec_stream_ckpt.inner import Catalog, Control, open_store
 from torchrec_stream_ckpt.store import write_once
-from torchrec_stream_ckpt.store.identity import check_store
 from torchrec_stream_ckpt.util.layout import DAMAGED_DIR, DATA_DIR, STORE_FILE, claim_name, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -15,18 +15,17 @@ from hypothesis import strategies as st
 
 from tests.builders import JOB, SCHEMA
 from tests.golden import make_store
-from tests.parts import Manifest, Policy, locate, open_dense, verify_marker
+from tests.parts import Manifest, Policy, Target, intersect, locate, open_dense, plan_reads, verify_marker
 from tests.stores import History, choose, fold, lose_rows
 from torchrec_stream_ckpt.errors import CorruptionError
 from torchrec_stream_ckpt.format.proof import BLOCK_ROWS
 from torchrec_stream_ckpt.format.rows import Array, RowsView
-from torchrec_stream_ckpt.inner import Catalog
+from torchrec_stream_ckpt.inner import Catalog, Plane
 from torchrec_stream_ckpt.maintain.merge import merge
 from torchrec_stream_ckpt.native.kernel import kernel
 from torchrec_stream_ckpt.restore import apply, target
 from torchrec_stream_ckpt.restore.apply import apply_store
-from torchrec_stream_ckpt.restore.plan import Move, intersect, plan_reads
-from torchrec_stream_ckpt.restore.target import Plane, Target
+from torchrec_stream_ckpt.restore.plan import Move
 from torchrec_stream_ckpt.util.layout import FoldName, StoreSegment, manifest_name
 from torchrec_stream_ckpt.util.types import MarkerId, TableShard
 

@@ -21,6 +21,7 @@ from tests.parts import (
     Manifest,
     Materializer,
     Policy,
+    ReadBack,
     check_synced,
     collect,
     locate,
@@ -34,7 +35,6 @@ from torchrec_stream_ckpt.format.frame import Buffer
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.inner import Catalog, Control, Holdings, Route
 from torchrec_stream_ckpt.maintain.compactor import Compact
-from torchrec_stream_ckpt.maintain.scrub.readings import ReadBack
 from torchrec_stream_ckpt.util.layout import SEGMENTS_DIR
 from torchrec_stream_ckpt.util.types import MarkerId
 

@@ -16,7 +16,7 @@ import pytest
 
 from tests import tiered
 from tests.command import ask, finish
-from tests.parts import FileLog, TierState, verify_marker
+from tests.parts import FileLog, TierState, state_of, verify_marker
 from tests.synthetic import Image, image_of_log
 from tests.tiered import TieredJob, lose, relay
 from torchrec_stream_ckpt.errors import (
@@ -27,10 +27,9 @@ from torchrec_stream_ckpt.errors import (
     StreamCkptError,
     TrimmedError,
 )
-from torchrec_stream_ckpt.extras.tiers.relay_service import state_of
-from torchrec_stream_ckpt.find.find import find as find_in
 from torchrec_stream_ckpt.format.end_note import End
 from torchrec_stream_ckpt.inner import Relay, Route
+from torchrec_stream_ckpt.inner import find as find_in
 from torchrec_stream_ckpt.save.generation import check_same_log
 from torchrec_stream_ckpt.util.config import StreamConfig
 from torchrec_stream_ckpt.util.layout import CONTROL_FILE, DATA_DIR, DENSE_DIR, dense_name

@@ -11,7 +11,18 @@ import pytest
 
 from tests import stores, tiered
 from tests.command import ask, attempt, run
-from tests.parts import Dropped, GcRules, Policy, Retention, TierState, collect, trim_log
+from tests.parts import (
+    Dropped,
+    GcPlan,
+    GcRules,
+    Policy,
+    Retention,
+    TierState,
+    collect,
+    decode_chunk,
+    read_chunks,
+    trim_log,
+)
 from tests.synthetic import SCHEMA, Image, image_of_log
 from tests.tiered import TieredJob, lose, relay
 from tests.unit.read_job import flipped
@@ -26,11 +37,8 @@ from torchrec_stream_ckpt.errors import (
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.frame import HEADER_LEN, Kind
 from torchrec_stream_ckpt.format.rows import decode_rows
-from torchrec_stream_ckpt.format.segment import decode_chunk
 from torchrec_stream_ckpt.inner import Damaged, Relay, Route, find, read_stream
-from torchrec_stream_ckpt.maintain.gc.retention import GcPlan
 from torchrec_stream_ckpt.store.pins import note_reached
-from torchrec_stream_ckpt.store.reader import read_chunks
 from torchrec_stream_ckpt.util.layout import OUTER_DIR, dense_file_name, dropped_name
 from torchrec_stream_ckpt.util.types import MarkerId
 

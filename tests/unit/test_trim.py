@@ -16,7 +16,7 @@ import pytest
 
 from tests.builders import Stream, claim, commit, digest_files, trim, write
 from tests.command import attempt
-from tests.parts import FileLog, open_dense, trim_log, verify_marker
+from tests.parts import FileLog, Freed, Incarnation, open_dense, trim_log, verify_marker
 from tests.stores import choose
 from torchrec_stream_ckpt.errors import (
     ConfigError,
@@ -27,7 +27,6 @@ from torchrec_stream_ckpt.errors import (
 )
 from torchrec_stream_ckpt.format.dense import dense_path
 from torchrec_stream_ckpt.inner import Control
-from torchrec_stream_ckpt.log.api import Freed, Incarnation
 from torchrec_stream_ckpt.log.control.trim import Trimmed, trim_range
 from torchrec_stream_ckpt.save.generation import Generation
 from torchrec_stream_ckpt.util.layout import parse_segment

@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from tests.builders import JOB
-from tests.parts import Entry, FileLog, Policy, open_dense
+from tests.parts import Entry, FileLog, Incarnation, Policy, Verifier, open_dense
 from tests.stores import History, fold, lose_rows
 from torchrec_stream_ckpt.errors import MissingObjectError
 from torchrec_stream_ckpt.format.frame import HEADER_LEN
 from torchrec_stream_ckpt.inner import Catalog, Objects
-from torchrec_stream_ckpt.log.api import Incarnation
 from torchrec_stream_ckpt.util.layout import StoreSegment
 from torchrec_stream_ckpt.util.types import LogSpan, MarkerId
-from torchrec_stream_ckpt.verify.verdicts import MarkerVerdict, Verifier
+from torchrec_stream_ckpt.verify.verdicts import MarkerVerdict
 
 
 class CountingLog:

@@ -21,10 +21,10 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
 )
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-from tests.parts import installed
+from tests.parts import installed, modules
 from torchrec_stream_ckpt import model
 from torchrec_stream_ckpt.errors import UnsupportedError
-from torchrec_stream_ckpt.model import modules, versions
+from torchrec_stream_ckpt.model import versions
 from torchrec_stream_ckpt.model.optimizers import OPTIMIZERS
 from torchrec_stream_ckpt.model.versions import HOOK_POINTS, KERNEL, OPTIMIZER_WRAPPER, TESTED, Stack
 

@@ -10,15 +10,13 @@ import numpy as np
 import pytest
 
 from tests.builders import JOB
+from tests.parts import FileLog, HeadWriter, Policy
 from tests.synthetic import SCHEMA, Image, Job, image_of_log
 from torchrec_stream_ckpt.format.lineage import Lineage
 from torchrec_stream_ckpt.format.rows import RowsView
 from torchrec_stream_ckpt.format.schema import Schema
 from torchrec_stream_ckpt.inner import Control, open_store
-from torchrec_stream_ckpt.log.files import FileLog
 from torchrec_stream_ckpt.maintain import head as head_writer
-from torchrec_stream_ckpt.maintain.compactor import Policy
-from torchrec_stream_ckpt.maintain.head import HeadWriter
 from torchrec_stream_ckpt.maintain.materializer import Materializer
 from torchrec_stream_ckpt.store.dense import open_dense
 from torchrec_stream_ckpt.store.head import Head
