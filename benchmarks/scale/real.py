@@ -29,14 +29,7 @@ from units import Costs
 
 from torchrec_stream_ckpt.extras.sizing.failure import OWN_SYNCS, SYNCS, commit_time, mark_time
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, UnitCosts
-from torchrec_stream_ckpt.extras.sizing.stream import (
-    StepCost,
-    drain_bytes,
-    drain_frames,
-    host_time,
-    step_cost,
-    step_time,
-)
+from torchrec_stream_ckpt.extras.sizing.stream import drain_bytes, drain_frames, step_cost
 
 BLOCK = 10
 
@@ -120,6 +113,26 @@ def _sum(mine: float) -> float:
     return sum(gathered)
 
 
+def step_time(train_s: float, training_s: float, publisher_s: float, ranks: int, cores: float) -> float:
+    """Compute the seconds of a step with streaming, on a host of ``ranks`` ranks and ``cores`` cores.
+
+    Streaming adds ``training_s`` to the training thread of each rank, and ``publisher_s`` of processor time beside it.
+    A rank waits for its own training thread; a host with fewer cores than threads also waits for the sum of all work
+    over its cores. ``train_s`` is the step without streaming on the same host, so it already includes that contention.
+    """
+    busy = train_s * min(ranks, cores)
+    return max(train_s + training_s, (busy + ranks * (training_s + publisher_s)) / cores)
+
+
+def host_time(alone_s: float, processor_s: float, ranks: int, cores: float) -> float:
+    """Compute the seconds of work that all ranks of a host do in step.
+
+    Alone, one rank needs ``alone_s``, of which it uses ``processor_s`` of processor time. Its waits stay as long; its
+    processor time stretches once there are more ranks than cores.
+    """
+    return max(0.0, alone_s - processor_s) + max(min(alone_s, processor_s), processor_s * ranks / cores)
+
+
 def on_host(costs: UnitCosts, cpu: dict[str, float], ranks: int, cores: float) -> UnitCosts:
     """The costs of ranks that share cores, and one disk or broker, which takes the bytes and syncs of all in turn.
 
@@ -140,8 +153,10 @@ def predict(
     alone, cpu = costs["file"]
     here, rounds = on_host(alone, cpu, ranks, cores), math.log2(ranks)
     num_bytes = drain_bytes(work)
-    published = StepCost(step_cost(work, alone).training_s, num_bytes / ranks * cpu["publish_s_per_byte"])
-    step_s = max(step_time(off_s, published, ranks, cores), num_bytes / ranks * here.publish_s_per_byte)
+    published_s = num_bytes / ranks * cpu["publish_s_per_byte"]
+    step_s = max(
+        step_time(off_s, step_cost(work, alone), published_s, ranks, cores), num_bytes / ranks * here.publish_s_per_byte
+    )
     fixed_s = here.restore_s + here.restore_doubling_s * rounds + dense_bytes * here.dense_read_s_per_byte
     frames = drain_frames(work) * log_bytes / num_bytes
     # What lies in the store behind its base: rows that changed in so many seconds, each once.

@@ -128,9 +128,7 @@ def extrapolate(costs: UnitCosts) -> list[dict[str, Any]]:
             {
                 "gpus": gpus,
                 "table_bytes": jobs[1].table_bytes,
-                "overhead": {
-                    f"drain_{every}": step_cost(job, costs).training_s * STEPS_PER_S for every, job in jobs.items()
-                },
+                "overhead": {f"drain_{every}": step_cost(job, costs) * STEPS_PER_S for every, job in jobs.items()},
                 "loss_mean_s": {
                     str(each): loss_window(cluster(gpus, 10, each), Deployment(), served)[1] for each in MARKERS_S
                 },

@@ -157,3 +157,15 @@ def test_pictures_are_drawn_of_8_to_1024_gpus(bench: SimpleNamespace, tmp_path: 
     bench.draw.scale(report, tmp_path / "scale.png")
     bench.draw.check(report, tmp_path / "check.png")
     assert all((tmp_path / f"{name}.png").read_bytes()[:4] == b"\x89PNG" for name in ("scale", "check"))
+
+
+def test_waits_do_not_stretch_where_ranks_share_cores_and_work_does(bench: SimpleNamespace) -> None:
+    assert bench.real.host_time(0.010, 0.004, ranks=2, cores=2) == pytest.approx(0.010)
+    assert bench.real.host_time(0.010, 0.004, ranks=4, cores=2) == pytest.approx(0.006 + 0.008)
+    assert bench.real.host_time(0.010, 0.016, ranks=1, cores=2) == pytest.approx(0.010), "two threads of one rank"
+    assert bench.real.host_time(0.010, 0.016, ranks=4, cores=2) == pytest.approx(0.032)
+
+
+def test_a_host_without_a_free_core_pays_for_the_publisher_too(bench: SimpleNamespace) -> None:
+    for ranks, cores, expected in ((1, 2, 0.102), (2, 2, 0.112), (4, 2, 0.124), (8, 64, 0.102)):
+        assert bench.real.step_time(0.1, 0.002, 0.010, ranks, cores) == pytest.approx(expected)

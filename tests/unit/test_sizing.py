@@ -22,7 +22,7 @@ from torchrec_stream_ckpt.extras.sizing.failure import commit_time, loss_window,
 from torchrec_stream_ckpt.extras.sizing.inputs import Deployment, TableLoad, Workload, optimizer_states
 from torchrec_stream_ckpt.extras.sizing.keep import broker_need, store_bytes
 from torchrec_stream_ckpt.extras.sizing.needs import plan
-from torchrec_stream_ckpt.extras.sizing.stream import StepCost, drain_bytes, host_time, step_time, stream_bytes_per_s
+from torchrec_stream_ckpt.extras.sizing.stream import drain_bytes, stream_bytes_per_s
 from torchrec_stream_ckpt.extras.sizing.touched import RateTouched, ZipfTouched
 from torchrec_stream_ckpt.format.rows import NUMPY_DTYPES, RowLayout
 from torchrec_stream_ckpt.model.optimizers import OPTIMIZERS
@@ -219,13 +219,6 @@ def test_mark_copies_a_part_of_the_dense_state_and_asks_the_other_ranks_once() -
     assert mark_time(work(ranks=4, dense_bytes=10**8), costs) == pytest.approx(0.005 + 0.025 + 2 * 0.001)
 
 
-def test_waits_do_not_stretch_where_ranks_share_cores_and_work_does() -> None:
-    assert host_time(0.010, 0.004, ranks=2, cores=2) == pytest.approx(0.010)
-    assert host_time(0.010, 0.004, ranks=4, cores=2) == pytest.approx(0.006 + 0.008)
-    assert host_time(0.010, 0.016, ranks=1, cores=2) == pytest.approx(0.010), "two threads of one rank"
-    assert host_time(0.010, 0.016, ranks=4, cores=2) == pytest.approx(0.032)
-
-
 def test_the_store_of_a_job_without_retention_holds_every_interval_and_its_bases() -> None:
     job = work()
     interval, base = job.distinct_bytes(30.0), job.table_bytes
@@ -248,14 +241,6 @@ def test_retention_bounds_the_store() -> None:
 def test_restores_come_in_their_order() -> None:
     times = restore_time(work(rows=10**8), Deployment(), UnitCosts())
     assert times.head_s < times.warm_s < times.cold_s
-
-
-def test_a_host_without_a_free_core_pays_for_the_publisher_too() -> None:
-    cost = StepCost(training_s=0.002, publisher_s=0.010)
-    assert step_time(0.1, cost, ranks=1, cores=2) == pytest.approx(0.102)
-    assert step_time(0.1, cost, ranks=2, cores=2) == pytest.approx(0.112)
-    assert step_time(0.1, cost, ranks=4, cores=2) == pytest.approx(0.124)
-    assert step_time(0.1, cost, ranks=8, cores=64) == pytest.approx(0.102)
 
 
 @given(job=JOBS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from torchrec_stream_ckpt.extras.sizing.inputs import TableLoad, UnitCosts, Workload
 from torchrec_stream_ckpt.format.frame import ALIGNMENT, HEADER_LEN
 from torchrec_stream_ckpt.format.rows import RowLayout
@@ -43,19 +41,9 @@ def stream_bytes_per_s(work: Workload) -> float:
     return drain_bytes(work) / work.drain_s
 
 
-@dataclass(frozen=True, slots=True)
-class StepCost:
-    """Seconds of processor time that streaming adds to a step of one rank."""
-
-    training_s: float
-    """On the training thread, which waits for this."""
-    publisher_s: float
-    """On the publisher's thread, at the same time."""
-
-
-def step_cost(work: Workload, costs: UnitCosts) -> StepCost:
-    """Compute the cost of a mean rank: ids marked every step; masks scanned, rows gathered and frames published every
-    drain."""
+def step_cost(work: Workload, costs: UnitCosts) -> float:
+    """Compute the seconds that streaming adds to a step on the training thread of a mean rank: ids marked every step;
+    masks scanned and rows gathered every drain. The publisher's thread works at the same time."""
     ids = sum(table.ids_per_step for table in work.tables) / work.ranks
     rows, num_bytes = work.distinct(work.drain_s) / work.ranks, drain_bytes(work) / work.ranks
     drain_s = (
@@ -64,27 +52,4 @@ def step_cost(work: Workload, costs: UnitCosts) -> StepCost:
         + costs.drain_s_per_row * rows
         + costs.drain_s_per_byte * num_bytes
     )
-    return StepCost(
-        costs.mark_s_per_id * ids + drain_s / work.drain_every, costs.publish_s_per_byte * num_bytes / work.drain_every
-    )
-
-
-def step_time(train_s: float, cost: StepCost, ranks: int, cores: float) -> float:
-    """Compute the seconds of a step with streaming, on a host of ``ranks`` ranks and ``cores`` cores.
-
-    Each rank has one training thread. A rank waits for its own training thread; a host with fewer cores than threads
-    also waits for the sum of all work over its cores. ``train_s`` is the step without streaming on the same host, so it
-    already includes that contention.
-    """
-    busy = train_s * min(ranks, cores)
-    own = train_s + cost.training_s
-    return max(own, (busy + ranks * (cost.training_s + cost.publisher_s)) / cores)
-
-
-def host_time(alone_s: float, processor_s: float, ranks: int, cores: float) -> float:
-    """Compute the seconds of work that all ranks of a host do in step.
-
-    Alone, one rank needs ``alone_s``, of which it uses ``processor_s`` of processor time. Its waits stay as long; its
-    processor time stretches once there are more ranks than cores.
-    """
-    return max(0.0, alone_s - processor_s) + max(min(alone_s, processor_s), processor_s * ranks / cores)
+    return costs.mark_s_per_id * ids + drain_s / work.drain_every
