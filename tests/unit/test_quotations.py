@@ -197,8 +197,8 @@ def test_what_the_incrcp_page_says() -> None:
         ],
         r"naive is (\d+), ([\d.]+) and ([\d.]+)% faster": [*quoted("incrcp", "11"), *quoted("incrcp", "11, XPoint")],
         r"IncrCP stores (\d+), (\d+) and (\d+)% of what": quoted("incrcp", "12"),
-        r"abstract says ([\d.]+)% less on the HDD; that would be ([\d.]+)%": [
-            saved := quoted("incrcp", "abstract")[1],
+        r"introduction says ([\d.]+)% less on the HDD; that would be ([\d.]+)%": [
+            saved := quoted("incrcp", "introduction")[1],
             100 - saved,
         ],
         r"Ours by default: (\d+)%\. ## Figure 13": [100 * (base + default["stored"]) / (base + chain["stored"])],
