@@ -98,6 +98,11 @@ def test_what_the_thesis_page_says_of_the_thesis() -> None:
         if point.median("ours, store") > point.median("thesis, loading service")
     ]
     assert slower == ["synthetic, 2 ranks, recovery", "criteo, 2 ranks, recovery"]
+    cold = [newest("thesis", job).point(f"{job}, 1 rank, recovery, cold") for job in ("synthetic", "criteo")]
+    assert [each.median("ours, store") > each.median("thesis, loading service") for each in cold] == [False, True]
+    above = [(job, ranks) for job, ranks, base, own in tables.recoveries() if own / base > max(criteo)]
+    assert ("criteo", "2 ranks") in above
+    assert ("criteo", "1 rank") not in above
     save, whole = next(tables.saves())[1], quoted("thesis", "6.1 10k, every 1")[1]
     at_most = whole / quoted("thesis", "epochs")[0]
     (rows,), (dim,) = ({quoted("thesis", "tables")[1]}, {quoted("thesis", "dimension")[0]})
