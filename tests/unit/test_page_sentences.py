@@ -595,6 +595,7 @@ def test_what_checkpoints_of_epochs_add() -> None:
         ],
     }
     check_sentences("docs/papers/scr_exa.md", said)
+    assert more(four, "near, far") > more(four, "torch.save")  # the page says so
     for result in results:
         facts = result.facts
         assert steps == 10 * every
