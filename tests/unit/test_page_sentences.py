@@ -712,6 +712,7 @@ def test_where_failures_leave_time_and_where_others_are_ahead() -> None:
         r"one store of (\d+) GB/s": [result.facts["assumed: GB a second of one store"]],
     }
     check_sentences(PAGE, said)
+    assert hour.median("torch.save") > max(hour.median(ours), hour.median(paced))
     for ending in ("", ", one store"):
         short, hour, long = (result.point(f"MTBF {name}{ending}") for name in ("10 min", "1 h", "6 h"))
         assert short.median(spare) > max(short.median(name) for name in others)
