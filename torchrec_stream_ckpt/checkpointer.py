@@ -436,7 +436,9 @@ class StreamCheckpointer:
 
     def _check_not_closed(self) -> None:
         if self._closed:
-            raise ConfigError("this StreamCheckpointer is closed")
+            raise ConfigError(
+                "this StreamCheckpointer is closed", hint="make the call before close(), or create another one"
+            )
 
     def _check_open(self, *, restoring: bool = False) -> None:
         self._check_not_closed()

@@ -69,7 +69,8 @@ class ModelSchema:
         try:
             Path(path).write_text(text + "\n", "ascii")
         except OSError as error:
-            raise ConfigError(f"the schema cannot be written: {error.strerror}", path=path) from None
+            hint = "name a file in an existing folder that you may write to"
+            raise ConfigError(f"the schema cannot be written: {error.strerror}", hint=hint, path=path) from None
 
     @staticmethod
     def load(path: str | Path) -> ModelSchema:
@@ -83,7 +84,8 @@ class ModelSchema:
                 raise ValueError(f"it is larger than {_MAX_BYTES:,} bytes")
             return _schema(json.loads(Path(path).read_text("utf-8-sig")))
         except OSError as error:
-            raise ConfigError(f"the schema cannot be read: {error.strerror}", path=path) from None
+            hint = "correct the path, or write the file with StreamCheckpointer.schema().save(FILE)"
+            raise ConfigError(f"the schema cannot be read: {error.strerror}", hint=hint, path=path) from None
         except (ValueError, TypeError, RecursionError) as error:
             raise ConfigError(
                 f"the file is not a schema: {error}",

@@ -149,7 +149,10 @@ class Restoring:
     def standby(self, takeover: Takeover, *, accept_unproved: bool) -> Restored | None:
         """Implement ``StreamCheckpointer.standby()``."""
         if self._streaming.stream is not None:
-            raise ConfigError("standby() must be called before the first step() or mark()")
+            raise ConfigError(
+                "standby() must be called before the first step() or mark()",
+                hint="call it in place of restore(), in another process than the running trainer",
+            )
         if self._config.fresh:
             raise ConfigError(
                 "fresh=True and standby() cannot be combined because a spare restores a marker",

@@ -114,7 +114,10 @@ def check_ranks(partitions: int) -> None:
         ConfigError: there are too many.
     """
     if partitions > MAX_PARTITIONS:
-        raise ConfigError(f"{partitions} ranks are too many: a log has at most {MAX_PARTITIONS} partitions")
+        raise ConfigError(
+            f"{partitions} ranks are too many: a log has at most {MAX_PARTITIONS} partitions",
+            hint=f"train on at most {MAX_PARTITIONS} ranks",
+        )
 
 
 class DataWriter(Protocol):

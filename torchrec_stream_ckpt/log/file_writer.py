@@ -229,7 +229,11 @@ class FileWriter:
         self._syncing = None
         future.result()
         if os.fstat(self._fd).st_nlink == 0:
-            raise LogUnavailableError("the segment was deleted while its writer had it open", path=self._folder)
+            raise LogUnavailableError(
+                "the segment was deleted while its writer had it open",
+                hint="find out which program deletes files of the log's folder; to free space use stream-ckpt trim",
+                path=self._folder,
+            )
         return acks
 
     def waits_for(self) -> str:

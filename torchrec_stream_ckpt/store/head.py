@@ -159,7 +159,8 @@ def _open_own(name: str, parent: int, path: Path) -> int:
     try:
         fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | _FLAGS, dir_fd=parent)
     except NotADirectoryError:  # or a link
-        raise ConfigError("the folder for HEAD is not a folder, or is a link", folder=path) from None
+        hint = "name a folder in memory that is not a link, such as one below /dev/shm"
+        raise ConfigError("the folder for HEAD is not a folder, or is a link", hint=hint, folder=path) from None
     finally:
         os.close(parent)
     found = os.fstat(fd)

@@ -73,7 +73,8 @@ class FsspecObjects:
         try:
             self._fs = self._make()
         except (TypeError, ValueError) as error:
-            raise ConfigError(f"the store's options are not valid: {error}", url=self.url) from None
+            hint = "correct store_options (--store-options): they are passed to the store's client library"
+            raise ConfigError(f"the store's options are not valid: {error}", hint=hint, url=self.url) from None
         except Exception as error:  # without its message, which may contain a token
             raise ConfigError(
                 f"cannot open the store with these options: {type(error).__name__}",
@@ -302,7 +303,10 @@ def typed(options: Mapping[str, Any]) -> dict[str, Any]:
         for part in outer:
             place = place.setdefault(part, {})
             if not isinstance(place, dict):
-                raise ConfigError(f"the store's option '{key}' conflicts with option '{part}', which has a value")
+                raise ConfigError(
+                    f"the store's option '{key}' conflicts with option '{part}', which has a value",
+                    hint=f"omit one of the two, or write all of '{part}' as one JSON object",
+                )
         place[last] = _typed(key, value) if isinstance(value, str) else value
     return found
 
@@ -315,7 +319,8 @@ def _typed(key: str, text: str) -> Any:
     try:
         return json.loads(text)
     except ValueError:
-        raise ConfigError(f"the store's option '{key}' is not JSON") from None
+        hint = "a value that begins with { or [ is read as JSON: correct it, with double quotes around names and text"
+        raise ConfigError(f"the store's option '{key}' is not JSON", hint=hint) from None
 
 
 def _check_protocol(where: StoreUrl) -> None:

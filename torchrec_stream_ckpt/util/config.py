@@ -306,7 +306,10 @@ class Source:
             uris.append(uri if named else each)
             markers |= {marker} if named and marker != LATEST else set()
         if len(markers) > 1:
-            raise ConfigError(f"the source of a warm start must be one marker, got {' and '.join(sorted(markers))}")
+            raise ConfigError(
+                f"the source of a warm start must be one marker, got {' and '.join(sorted(markers))}",
+                hint="name the marker after one URI only, or the same marker after both",
+            )
         return Source(uris[0] if len(uris) == 1 else tuple(uris), markers.pop() if markers else None, store)
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from torchrec_stream_ckpt.errors import ConfigError
 
 Options = Mapping[str, Any] | str | Path | None
+_FORM = "write one setting a line as NAME=VALUE; a comment begins with #"
 
 
 def read_options(options: Options, what: str) -> dict[str, Any]:
@@ -26,15 +27,16 @@ def read_options(options: Options, what: str) -> dict[str, Any]:
     try:
         lines = path.read_text().splitlines()
     except OSError as error:
-        raise ConfigError(f"cannot read {what} options: {error.strerror}", path=path) from None
+        hint = "correct the path, or give this user the right to read the file"
+        raise ConfigError(f"cannot read {what} options: {error.strerror}", hint=hint, path=path) from None
     except UnicodeError:
-        raise ConfigError(f"{what} options must be text: key=value lines", path=path) from None
+        raise ConfigError(f"{what} options must be text: key=value lines", hint=_FORM, path=path) from None
     settings = {}
     for number, line in enumerate(lines, 1):
         key, separator, value = line.partition("=")
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         if not separator or not key.strip():
-            raise ConfigError(f"{what} options must be key=value lines", path=path, line=number)
+            raise ConfigError(f"{what} options must be key=value lines", hint=_FORM, path=path, line=number)
         settings[key.strip()] = value.strip()
     return settings

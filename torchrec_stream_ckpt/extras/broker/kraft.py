@@ -349,7 +349,11 @@ class Broker:
 def _tether(pid: int) -> list[str]:
     master = ProcessId.of(pid)
     if master is None:
-        raise ConfigError("the process that the broker was to end with has already ended", pid=pid)
+        raise ConfigError(
+            "the broker is to stop when this process ends, but it has already ended",
+            hint="start it from a process that keeps running, or omit die_with (--with-parent)",
+            pid=pid,
+        )
     return [sys.executable, "-I", str(_TETHER), str(pid), master.birth]
 
 

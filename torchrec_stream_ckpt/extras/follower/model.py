@@ -193,7 +193,9 @@ class FollowedModel(Replica):
                 )
             if tuple(value.shape) != shape:
                 raise SchemaMismatchError(
-                    f"the shape is {tuple(value.shape)} in the marker and {shape} in this module", entry=key
+                    f"the shape is {tuple(value.shape)} in the marker and {shape} in this module",
+                    hint="build the module with the trainer's sizes of tables and layers",
+                    entry=key,
                 )
         for name in replicated:
             dtype = str(state.model[self._keys[name]].dtype).removeprefix("torch.")

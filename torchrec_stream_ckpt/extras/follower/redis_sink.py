@@ -300,5 +300,6 @@ def _arguments(options: Options) -> dict[str, Any]:
     try:
         answer_s = float(plain(str(given.pop("socket_timeout", _ANSWER_S))))
     except ValueError:
-        raise ConfigError("sink options: socket_timeout must be seconds") from None
+        hint = "write a number, such as socket_timeout=10"
+        raise ConfigError("sink options: socket_timeout must be seconds", hint=hint) from None
     return {"socket_timeout": answer_s, "socket_connect_timeout": answer_s, **given}

@@ -205,7 +205,9 @@ class Replica(ABC):
     def start(self) -> None:
         """Apply updates on a separate thread, until :meth:`close`; see :attr:`failure`."""
         if self._thread is not None:
-            raise ConfigError("these tables are already following")
+            raise ConfigError(
+                "start() was already called on these tables", hint="call it once; close() ends the thread"
+            )
         self._thread = threading.Thread(target=self._run, name="stream-ckpt-follow", daemon=True)
         self._thread.start()
         end_at_exit(self._thread, self.follower.stop)

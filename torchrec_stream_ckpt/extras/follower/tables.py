@@ -353,6 +353,7 @@ def load_dense(module: torch.nn.Module, dense: DenseTensors) -> None:
                 if value.shape != target.shape:
                     raise SchemaMismatchError(
                         f"the shape is {tuple(value.shape)} in the marker and {tuple(target.shape)} in this model",
+                        hint="build the model with the trainer's sizes of tables and layers",
                         entry=key,
                     )
                 target.copy_(value)

@@ -55,7 +55,12 @@ class DcpCheckpoint:
         try:
             return self._reader.read_metadata()
         except FileNotFoundError:
-            raise ConfigError("this folder is not a DCP checkpoint: it has no .metadata", path=self.path) from None
+            hint = (
+                "name the folder that dcp.save() wrote, with the file .metadata; a save that was interrupted has none"
+            )
+            raise ConfigError(
+                "this folder is not a DCP checkpoint: it has no .metadata", hint=hint, path=self.path
+            ) from None
         except Exception as error:  # any error: the file may not be a pickle
             raise CorruptionError(f"the checkpoint's metadata cannot be read: {error}", path=self.path) from None
 

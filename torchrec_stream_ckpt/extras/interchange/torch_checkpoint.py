@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, UnsupportedError
 from torchrec_stream_ckpt.extras.interchange.contents import Part
+from torchrec_stream_ckpt.extras.interchange.names import nearest
 from torchrec_stream_ckpt.extras.interchange.torch_file import Shards, leaves, read_file
 
 _OF_RANK = re.compile(r"(.*?)([0-9]+)(\.\w+)")
@@ -96,7 +97,8 @@ class TorchCheckpoint:
         self._check_whole()
         unknown = sorted(self._of_rank_0 - self._entries.keys())
         if unknown:
-            raise ConfigError(f"--of-rank0 {unknown[0]}: the files have no such tensor", path=path)
+            hint = f"name a tensor of the files, such as {nearest(unknown[0], self._entries)}"
+            raise ConfigError(f"--of-rank0 {unknown[0]}: the files have no such tensor", hint=hint, path=path)
         kept = {name: value for name, value in self._values.items() if "state" in self._paths[name]}
         self.unread: Sequence[str] = sorted(self._values.keys() - kept.keys())
         described: dict[str, Any] = {name: entry.saved for name, entry in self._entries.items()}

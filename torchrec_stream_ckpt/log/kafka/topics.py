@@ -50,7 +50,11 @@ def prepare(brokers: Brokers, partitions: int) -> Incarnation:
     _create(brokers, uri.control_topic, topics, 1)
     control = topics.get(uri.control_topic)
     if control is not None and len(control.partitions) != 1:
-        raise ConfigError("the control topic must have one partition", topic=uri.control_topic)
+        raise ConfigError(
+            f"the control topic must have one partition, but has {len(control.partitions)}",
+            hint="name another job in the URI: its topics are created with the right number of partitions",
+            topic=uri.control_topic,
+        )
     prepared = _await_partitions(brokers, partitions)
     for topic in _look(brokers, brokers.describe()):
         _check_settings(topic, _cluster(brokers))
