@@ -1,4 +1,4 @@
-"""Train a small sharded table with streaming checkpoints. Kill it and start it again, on other ranks too: it goes on.
+"""Train a small sharded table with streaming checkpoints. Kill it and start it again, on other ranks too: it continues.
 
 python quickstart.py
 torchrun --standalone --nproc_per_node 2 quickstart.py
@@ -50,8 +50,8 @@ loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, collate_fn=collat
 try:
     config = StreamConfig(uri=uri, marker_every=150, on_signal="mark")
     with StreamCheckpointer(model, model.fused_optimizer, config=config, stateful={"loader": loader}) as ckpt:
-        ckpt.restore()  # the newest whole marker, if there is one
-        for batch in loader:  # what is left of the epoch
+        ckpt.restore()  # the newest intact marker, if there is one
+        for batch in loader:  # the rest of the epoch
             loss = (model(batch)["item"] - 1).square().mean(1).sum() * world / sampler.batch_size
             loss.backward()  # updates the table
             ckpt.step()
