@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 
 import torchrec_stream_ckpt
+from tests import parts
 from torchrec_stream_ckpt import inner
 
 ROOT = Path(torchrec_stream_ckpt.__file__).parent
@@ -381,6 +382,17 @@ def test_150_files_of_tests_import_what_is_public_vocabulary_or_on_a_page_alone(
     files = sorted((ROOT.parent / "tests").rglob("test_*.py"))
     outside = [path.name for path in files if set(asked.findall(path.read_text())) <= allowed]
     assert len(outside) >= 150, len(outside)
+
+
+def test_the_page_of_tests_states_the_types_of_all_its_names() -> None:
+    tree = ast.parse((ROOT.parent / "tests" / "parts.py").read_text())
+    stated = {
+        f"{node.module}.{name.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{PACKAGE}.")
+        for name in node.names
+    }
+    assert stated == {f"{PACKAGE}.{module}.{name}" for name, module in parts.PARTS.items()}
 
 
 def test_no_file_has_more_than_800_lines() -> None:
