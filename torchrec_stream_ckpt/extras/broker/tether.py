@@ -35,7 +35,7 @@ def main() -> None:
     except OSError:
         gone = True
     if gone:
-        sys.exit("the process that the broker was to end with has already ended")
+        sys.exit(f"the broker is to stop when process {pid} ends, but it has already ended")
     servant = os.pidfd_open(os.getpid())
     if os.fork() == 0:
         _watch(master, servant)
