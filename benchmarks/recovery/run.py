@@ -119,9 +119,10 @@ def main() -> None:
     report["load_average_after"] = os.getloadavg()[0]
     _print(report)
     if args.out is not None:
-        args.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+        stem = args.out.with_suffix("")
+        stem.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
         for name, found in report["workloads"].items():
-            plot(name, found["groups"], args.out.with_name(f"{args.out.name}_{name}"))
+            plot(name, found["groups"], stem.with_name(f"{stem.name}_{name}"))
 
 
 def _arguments() -> argparse.Namespace:
