@@ -29,6 +29,9 @@ class StreamCkptError(Exception):
         where: Coordinates of the fault, such as ``table=``, ``rank=``, ``seq=``, ``path=``.
     """
 
+    usual_hint = ""
+    """Action suggested by an error of this class that has no hint of its own."""
+
     def __init__(self, message: str, *, hint: str = "", **where: object) -> None:
         self.message = message
         """The problem, in one sentence."""
@@ -47,8 +50,13 @@ class StreamCkptError(Exception):
         place = ", ".join(f"{key}={printable(str(value))}" for key, value in self.where.items())
         return f"{message} [{place}]"
 
+    @property
+    def advice(self) -> str:
+        """Suggested action: its own hint, or that of its class. May be empty."""
+        return self.hint or self.usual_hint
+
     def __str__(self) -> str:
-        return f"{self.headline}\n  Try: {self.hint}" if self.hint else self.headline
+        return f"{self.headline}\n  Try: {self.advice}" if self.advice else self.headline
 
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, self.hint, self.where))
@@ -101,6 +109,8 @@ class EngineUnavailableError(StreamCkptError):
 class CorruptionError(StreamCkptError):
     """Bytes differ from those that were written. Restore another marker, or use another copy of the log."""
 
+    usual_hint = "restore another marker (`stream-ckpt list` shows them), or use another copy of the log"
+
 
 class PrunedError(CorruptionError):
     """The control partition begins after the requested offset. A snapshot in it holds the earlier records."""
@@ -108,6 +118,8 @@ class PrunedError(CorruptionError):
 
 class OtherLogError(CorruptionError):
     """The log is not the one that was written, or the store belongs to another log. Restore the right one."""
+
+    usual_hint = "use the log and the store of this job"
 
 
 class MissingObjectError(CorruptionError):
@@ -119,6 +131,8 @@ class StreamLostError(CorruptionError):
 
     The trainer opens a new generation by itself. If it cannot, repair the log and restart the job.
     """
+
+    usual_hint = "repair the log, and restart the job if it does not continue by itself"
 
 
 class TrimmedError(StreamCkptError):

@@ -8,7 +8,14 @@ from pathlib import Path
 import pytest
 
 from torchrec_stream_ckpt import errors
-from torchrec_stream_ckpt.errors import ConfigError, CorruptionError, StreamCkptError
+from torchrec_stream_ckpt.errors import (
+    ConfigError,
+    CorruptionError,
+    MissingObjectError,
+    OtherLogError,
+    StreamCkptError,
+    located,
+)
 
 CLASSES = [item for item in vars(errors).values() if isinstance(item, type) and issubclass(item, StreamCkptError)]
 
@@ -21,6 +28,17 @@ def test_an_error_prints_what_where_and_what_to_try() -> None:
 
 def test_an_error_without_hint_or_place_is_one_line() -> None:
     assert str(StreamCkptError("it failed")) == "it failed"
+
+
+def test_damage_is_never_named_without_what_to_try() -> None:
+    error = MissingObjectError("no such object")
+    assert "\n  Try: restore another marker (" in str(error)
+    with pytest.raises(MissingObjectError) as caught, located("put it back", path="x"):
+        raise error
+    assert str(caught.value) == "no such object [path=x]\n  Try: put it back"
+    with pytest.raises(OtherLogError) as caught, located(path="x"):
+        raise OtherLogError("of another job")
+    assert str(caught.value).endswith("Try: use the log and the store of this job")
 
 
 def test_places_that_are_unknown_are_left_out() -> None:

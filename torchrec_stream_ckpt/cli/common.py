@@ -86,7 +86,7 @@ def warn_of_loss(job: Job, lost_marker: Callable[[], CorruptionError | None] = l
     """
     with contextlib.suppress(StreamCkptError):
         if (lost := job.lost_tail() or lost_marker()) is not None:
-            typer.echo(f"Warning: {lost.headline}\nTry: {lost.hint}", err=True)
+            typer.echo(f"Warning: {lost.headline}\nTry: {lost.advice}", err=True)
             return lost
     return None
 

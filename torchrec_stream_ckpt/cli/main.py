@@ -257,8 +257,8 @@ def main() -> None:
         app()
     except StreamCkptError as error:
         print(f"Error: {error.headline}", file=sys.stderr)
-        if error.hint:
-            print(f"Try: {error.hint}", file=sys.stderr)
+        if error.advice:
+            print(f"Try: {error.advice}", file=sys.stderr)
         sys.exit(1)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT) or error.filename is not None:

@@ -162,7 +162,7 @@ class MaterializeService(Service):
         if error.headline != self._scrub_trouble:
             self._scrub_trouble = error.headline
             self.status.errors += 1
-            self.report(Event("trouble", {"message": f"scrub: {error.headline}", "hint": error.hint}))
+            self.report(Event("trouble", {"message": f"scrub: {error.headline}", "hint": error.advice}))
 
     def _wait(self, seconds: float) -> None:
         if self._materializer is not None and self._materializer.compactor.is_busy and not self._trouble:

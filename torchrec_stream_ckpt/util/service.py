@@ -119,7 +119,7 @@ class Service(ABC):
         """Report an error once for each change: a log that is away for hours is one line."""
         if error.headline != self._trouble:
             self._trouble = error.headline
-            self.report(Event("trouble", {"message": error.headline, "hint": error.hint}))
+            self.report(Event("trouble", {"message": error.headline, "hint": error.advice}))
 
     def _say_recovered(self) -> None:
         if self._trouble:

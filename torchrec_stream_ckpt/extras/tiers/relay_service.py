@@ -105,7 +105,7 @@ class RelayService(Service):
 
     def _pass_over(self, commit: Commit, error: StreamCkptError) -> None:
         self.passed += 1
-        self.report(Event("passed", {"marker": str(commit.id), "message": error.headline, "hint": error.hint}))
+        self.report(Event("passed", {"marker": str(commit.id), "message": error.headline, "hint": error.advice}))
 
     def _totals(self) -> dict[str, Any]:
         return {"frames_bytes": self._relay.frames_bytes, "dense_bytes": self._relay.dense_bytes}
