@@ -28,7 +28,8 @@ class RedisServer(Server):
         self._directory = directory
         directory.mkdir()
         self.port = free_port()
-        self._settings = {"save": "", "appendonly": "no"} | settings
+        # By default the port of a cluster's bus is 10,000 above: where outgoing connections may take it.
+        self._settings = {"save": "", "appendonly": "no", "cluster_port": str(free_port())} | settings
         (directory / "redis-server").symlink_to(PROGRAM)
 
     @property
