@@ -21,6 +21,7 @@ STEPS = {
     "marker every 10, direct": "drain every step, marker every 10",
     "marker every 10, no proof": "the same, buffered, without proofs",
     "auto, max_overhead 1%": '`drain_every="auto"`, `max_overhead=0.01`, buffered',
+    "auto, max_overhead 1%, direct": '`drain_every="auto"`, `max_overhead=0.01`',
 }
 """What the variants of ``step_time`` are called; past the page cache, unless they are buffered."""
 JOBS = {

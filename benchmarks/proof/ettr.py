@@ -163,8 +163,8 @@ def filed_costs() -> dict[str, Any]:
     whole = facts["bytes, table"]
     some = round(whole * facts["rows touched"] / ROWS_OF_MARKER)
     ways_ = {
-        "ours": ours("marker every 10"),
-        "ours, paced": ours("auto, max_overhead 1%"),
+        "ours": ours("marker every 10, direct"),
+        "ours, paced": ours("auto, max_overhead 1%, direct"),
         "torch.save": way({"full": stall["torch.save"]}, stall["torch.save"], log["torch.load + copy"]),
         "dcp.async_save": way({"full": stall[dcp]}, durable[dcp], log["dcp.load"]),
         "ModelDeltaTracker and DCP": way({"full": stall[dcp], "rows": rows_s}, durable[dcp], log["dcp.load"]),

@@ -51,6 +51,7 @@ VARIANTS: dict[str, dict[str, Any] | None] = {
     "marker every 10, direct": {"drain_every": 1, "marker_every": 10, "log_writes": "direct"},
     "marker every 10, no proof": BUFFERED | {"drain_every": 1, "marker_every": 10, "proof_bytes": 0},
     "auto, max_overhead 1%": BUFFERED | {"drain_every": "auto", "max_overhead": 0.01},
+    "auto, max_overhead 1%, direct": {"drain_every": "auto", "max_overhead": 0.01, "log_writes": "direct"},
 }
 PERIOD = 10
 """Steps between two markers, or drains, of the variants that have any."""
