@@ -692,11 +692,11 @@ def test_where_failures_leave_time_and_where_others_are_ahead() -> None:
             max(short.median(name) for name in others),
         ],
         r"steps that take ([\d.]+) times as long": [result.facts["costs"][ours]["slower"]],
-        r"took ([\d.]+) times as long, with a buffered log \(([\d.]+) to ([\d.]+) in .* by ([\d.]+) to ([\d.]+)\)": [
+        r"took ([\d.]+) times as long \(([\d.]+) to ([\d.]+) in .* by ([\d.]+) to ([\d.]+)\)": [
             result.facts["costs"][paced]["slower"],
             *(
                 steps[variant][f"ratio_{end}_until_all_is_sent"]
-                for variant in ("auto, max_overhead 1%", "off again")
+                for variant in ("auto, max_overhead 1%, direct", "off again")
                 for end in ("min", "max")
             ),
         ],
