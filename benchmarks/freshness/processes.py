@@ -322,9 +322,9 @@ class Replica:
 
     def _hammer(self, tables: FollowedTables) -> None:
         now, found, ids = time.perf_counter, self._found, torch.arange(_LOOKUP_ROWS) * 7
-        end = now()
-        while not self._stop.is_set():
-            begin = end
+        end, last = now(), False
+        while not last:  # one more after the stop: a reader that never ran during a short update waited for it, too
+            last, begin = self._stop.is_set(), end
             with tables.reading() as served:
                 entered = now()
                 for tensor in served.tables.values():
