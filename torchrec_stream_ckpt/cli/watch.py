@@ -120,7 +120,7 @@ class Watcher:
         which the other looks report."""
         with contextlib.suppress(StreamCkptError):
             error = self._job.lost_tail()
-            return f"{error.headline}; {error.hint}" if error is not None else ""
+            return f"{error.headline}; {error.advice}" if error is not None else ""
         return str(self._kept.get("lost", (None, 0.0, ""))[2])
 
     def _with_followers(self, seen: Look) -> Look:
