@@ -29,7 +29,7 @@ class StreamCkptError(Exception):
         where: Coordinates of the fault, such as ``table=``, ``rank=``, ``seq=``, ``path=``.
     """
 
-    usual_hint = ""
+    _usual_hint = ""
     """Action suggested by an error of this class that has no hint of its own."""
 
     def __init__(self, message: str, *, hint: str = "", **where: object) -> None:
@@ -53,7 +53,7 @@ class StreamCkptError(Exception):
     @property
     def advice(self) -> str:
         """Suggested action: its own hint, or that of its class. May be empty."""
-        return self.hint or self.usual_hint
+        return self.hint or self._usual_hint
 
     def __str__(self) -> str:
         return f"{self.headline}\n  Try: {self.advice}" if self.advice else self.headline
@@ -109,7 +109,7 @@ class EngineUnavailableError(StreamCkptError):
 class CorruptionError(StreamCkptError):
     """Bytes differ from those that were written. Restore another marker, or use another copy of the log."""
 
-    usual_hint = "restore another marker (`stream-ckpt list` shows them), or use another copy of the log"
+    _usual_hint = "restore another marker (`stream-ckpt list` shows them), or use another copy of the log"
 
 
 class PrunedError(CorruptionError):
@@ -119,7 +119,7 @@ class PrunedError(CorruptionError):
 class OtherLogError(CorruptionError):
     """The log is not the one that was written, or the store belongs to another log. Restore the right one."""
 
-    usual_hint = "use the log and the store of this job"
+    _usual_hint = "use the log and the store of this job"
 
 
 class MissingObjectError(CorruptionError):
@@ -132,7 +132,7 @@ class StreamLostError(CorruptionError):
     The trainer opens a new generation by itself. If it cannot, repair the log and restart the job.
     """
 
-    usual_hint = "repair the log, and restart the job if it does not continue by itself"
+    _usual_hint = "repair the log, and restart the job if it does not continue by itself"
 
 
 class TrimmedError(StreamCkptError):
