@@ -407,12 +407,9 @@ def test_what_the_performance_page_says_of_synthetic_runs() -> None:
 
 
 def test_what_the_store_says_in_words() -> None:
-    short, whole = kaggle("150-markers"), kaggle("150-markers_all-layouts")["groups"]
+    short = kaggle("150-markers")
     one, new = short["groups"]["one base"], short["groups"]["new bases"]
     default = new["store, by default"]
-    stored = {name: whole[group][name]["stored"][-1] for group, name in [
-        ("one base", "naive"), ("one base", "differential"), ("new bases", "Check-N-Run"),
-    ]}  # fmt: skip
     index = short["death_index"].values()
     delta = {cache: [default[cache][m]["delta_naive_ratio"] for m in ("50", "150")] for cache in ("warm", "cold")}
     said: dict[str, Iterable[float]] = {
@@ -428,8 +425,6 @@ def test_what_the_store_says_in_words() -> None:
     said = {
         r"Newest first was worth ([\d.]*\d) to ([\d.]*\d) times naive": _ends(each["naive_to_flags"] for each in index),
         r"death index would have added ([\d.]*\d) to ([\d.]*\d) times": _ends(each["flags_to_index"] for each in index),
-        r"chain stores ([\d.]*\d) times naive's bytes": [stored["differential"] / stored["naive"]],
-        r"own resets ([\d.]*\d) times as much": [stored["Check-N-Run"] / stored["naive"]],
     }
     check_sentences("benchmarks/recovery/README.md", said)
 
