@@ -181,7 +181,10 @@ def _merged(name: str, rows: Sequence[Row]) -> Row:
 
 
 def _short(remark: str) -> str:
-    return remark if len(remark) <= 120 else remark.partition(": ")[0]
+    if len(remark) <= 120:
+        return remark
+    first, _, _ = remark.partition(": ")
+    return first + ' ..."' * (first.count('"') % 2)
 
 
 def _span(numbers: Sequence[str]) -> str:

@@ -213,9 +213,10 @@ def test_faults_at_several_points_and_logs_share_a_row_of_the_page() -> None:
         row.remark = f"failed after {10 * number} s"
     board.row("SIGSTOP at mark.durable, kafka").late = [f"close() took 7 s: {'a rank was lost ' * 9}"]
     board.row("SIGSTOP at dense.part, files").injected = 1
+    board.row("SIGSTOP at dense.part, files").remark = f'"the part that was in flight: {"it " * 40}"'
     assert board.markdown().splitlines()[2:] == [
         "| SIGSTOP at 2 points, files and kafka | 6 | 6 | 0 | failed after 10 to 30 s; close() took 7 s |",
-        "| SIGSTOP at dense.part, files | 0 of 1 | 0 | 0 | |",
+        '| SIGSTOP at dense.part, files | 0 of 1 | 0 | 0 | "the part that was in flight ..." |',
         "| all | 6 of 7 | 6 | 0 | |",
     ]
     board.row("SIGSTOP at dense.part, files").wrong = 2
