@@ -29,8 +29,8 @@ _GB = 1e9
 def kills(page: Path, variant: str = "") -> Table:
     """One row a way to save, under kills."""
     result = newest("proof", variant)
-    head = [result.said(page), "kills", "steps", "steps lost a kill", "seconds lost a kill", "losses that differ"]
-    found = [[*head, "tensors that differ", "rows lost or stale"]]
+    head = [result.said(page), "kills", "steps", "steps lost per kill", "seconds lost per kill"]
+    found = [[*head, "losses that differ", "tensors that differ", "rows lost or stale"]]
     for name, row in result.facts["variants"].items():
         each = ", ".join(f"{number} of {kind}" for kind, number in sorted(row["kills"].items()))
         found.append(
@@ -54,9 +54,9 @@ def costs(page: Path) -> Table:
     days = sorted({each[:10] for each in result.facts["costs from"]})
     head = [
         f"{result.link(page, result.date)}, costs of {' and '.join(days)}",
-        "a step beside one without saves",
+        "step time, relative to no saves",
         "a save takes, ms",
-        "it counts after, ms",
+        "complete after, ms",
     ]
     found = [[*head, "from a failure to the first step, s"]]
     for name, row in result.facts["costs"].items():
@@ -68,7 +68,7 @@ def costs(page: Path) -> Table:
 def measured_costs(page: Path) -> Table:
     """Costs of each way for one small job; a save of rows follows the slash, if a way has both kinds."""
     result = newest("proof", "costs")
-    head = [result.said(page), "a step without saves, ms", "with them, ms", "a save takes, ms", "it counts after, ms"]
+    head = [result.said(page), "a step without saves, ms", "with them, ms", "a save takes, ms", "complete after, ms"]
     found = [[*head, "saves", "a new process until its first step, s"]]
     for name, row in result.facts["ways"].items():
         steps = [three(1e3 * row[each]) for each in ("plain_step_s", "step_s")]

@@ -4,11 +4,11 @@
 
 The job is that of ``run.py`` with larger tables and a larger dense part, so that a step takes longer than 8 ms.
 
-One rank trains and saves every so many steps, then gets SIGKILL and starts again as a new process, several times. A
-run that saves nothing comes right before it. All is measured from outside, alike for each way: by the times at which
-steps end. The *window* of a save begins with its step and ends with the first step after it counts. A save costs what
-its window takes on top of as many other steps; those, beside steps of the run that saves nothing, say what a way costs
-all the time. ``ettr.py`` reads it.
+One rank trains and saves at a fixed interval of steps, then gets SIGKILL and starts again as a new process, several
+times. A run that saves nothing comes right before it. All is measured from outside, alike for each way: by the times
+at which steps end. The *window* of a save begins with its step and ends with the first step after it is complete. A
+save costs what its window takes on top of as many other steps. The other steps, compared with those of the run that
+saves nothing, show what a way costs all the time. ``ettr.py`` reads it.
 """
 
 from __future__ import annotations

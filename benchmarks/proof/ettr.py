@@ -2,7 +2,7 @@
 
     python benchmarks/proof/ettr.py [--gpus 1000] [--failures 20000] [--rounds 5] [--costs FILE.json] [--out FILE.json]
 
-*Measured*: what each way adds to a step, what a save takes of training, how long until it counts, how long a new
+*Measured*: what each way adds to a step, what a save takes of training, how long until it is complete, how long a new
 process takes to its first step, and how long a hot spare takes. ``costs.py`` measures it on one job; without
 ``--costs`` it comes from the newest filed results of ``marker``, ``step_time``, ``restore``, ``tracker`` and
 ``takeover`` (:func:`filed_costs`). *Simulated*: when GPUs fail. Each has its own exponential clock; a replaced one
@@ -11,7 +11,7 @@ begins the restart again. *Assumed*, alike for all ways: the seconds to notice a
 either that 1,000 ranks save and load as one does, each on a disk of its own that outlives it, or that all of them
 share one store of so many bytes a second.
 
-Each way saves at the interval that is best for it by Young's formula, no more often than a save takes to count.
+Each way saves at the interval that is best for it by Young's formula, no more often than a save takes to complete.
 """
 
 from __future__ import annotations
