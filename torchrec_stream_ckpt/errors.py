@@ -146,6 +146,8 @@ class RankLostError(StreamCkptError):
 class FencedError(StreamCkptError):
     """Another trainer owns the job. This one must stop."""
 
+    _usual_hint = "stop this trainer, or fence the other one: stream-ckpt list URI --tree shows both"
+
 
 class JobFinishedError(StreamCkptError):
     """The job is finished; a spare has nothing to take over. Stop the spare, or train on with ``restore()``."""

@@ -108,7 +108,7 @@ def _check_replica(
             assert weights != before[raw_id], (name, raw_id)
         if case in HASHED:
             for raw_id in UNSERVED:
-                with pytest.raises(ConfigError, match=f"raw id {raw_id} marks free rows"):
+                with pytest.raises(ConfigError, match=f"raw id {raw_id} is reserved"):
                     _served(tables, table, [raw_id])
 
 

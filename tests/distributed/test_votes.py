@@ -333,6 +333,6 @@ def test_a_marker_takes_one_gather_that_carries_what_each_rank_says(tmp_path: Pa
         "1:2",
         "ConfigError: the ranks pass different meta or pin for this marker: rank 0 auc=1.0, rank 1 auc=2.0",
         "1:3",
-        "MarkerFailedError: the marker in flight has not settled",
+        "MarkerFailedError: the marker in flight was neither committed nor given up within its bound",
         "FencedError: another trainer has taken over this job",
     )

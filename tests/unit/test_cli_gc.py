@@ -134,7 +134,7 @@ def test_gc_trim_and_pin_take_the_store_of_the_job(history: History) -> None:
     said = run("gc", uri, "--newest", "1", "--grace", "0s", "--dry-run")
     assert "keep 2 markers: 1:1, 2:4" in said
     assert "1 leftover pin file" in said
-    with pytest.raises(ConfigError, match="--no-log requires the store"):
+    with pytest.raises(ConfigError, match="--no-log requires --store"):
         run("gc", "--no-log", "--newest", "1")
 
 

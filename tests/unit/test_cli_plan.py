@@ -159,7 +159,7 @@ WRONG = [
     (["--tables", "26", "--rows", "1.5", "--dim", "4", *RATE], "rows of a table must be a whole number", ""),
     (["--tables", "0", "--rows", "9", "--dim", "4", *RATE], "count of a table must be a whole number from 1", ""),
     (["--tables", "1", "--rows", "9", "--dim", "400000", *RATE], "does not fit a frame", "split its columns"),
-    (["--tables", "\u00b2", "--rows", "9", "--dim", "4", *RATE], "the file contains rows", "omit --rows"),
+    (["--tables", "\u00b2", "--rows", "9", "--dim", "4", *RATE], "--rows and --dim do not apply", "omit --rows"),
     ([*TABLES, *RATE, "--trim-every", "0"], "--trim-every must be positive", ""),
     ([*TABLES, *RATE, "--marker-every-s", "1e-308"], "the needs of this job are not finite numbers", "far too large"),
     ([*TABLES, *RATE, "--rebase", "inf"], "the needs of this job are not finite numbers", "far too large"),
@@ -167,8 +167,8 @@ WRONG = [
     ([*TABLES, *BATCH, "--steps-per-second", "1e308"], "the needs of this job are not finite", "far too large"),
     ([*TABLES, *RATE, "--assume", "disk_bytes_per_s=1e-308"], "the needs of this job are not finite", "far too large"),
     (["--tables", "none.json", *RATE], "the file of tables cannot be read", "a number or a JSON file"),
-    (["--tables", "none.json", "--rows", "9", *RATE], "the file contains rows", "omit --rows"),
-    (["file:///nowhere", *TABLES], "come from the log of the job", "omit --tables"),
+    (["--tables", "none.json", "--rows", "9", *RATE], "--rows and --dim do not apply", "omit --rows"),
+    (["file:///nowhere", *TABLES], "URI excludes the options for tables and rates", "omit --tables"),
 ]
 
 

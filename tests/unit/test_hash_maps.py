@@ -264,10 +264,10 @@ def test_known_raw_ids_have_their_rows_and_events_change_them() -> None:
     known.apply(known.after([(0, events)], "t"))
     assert known.rows_of(np.array([4, 8, 12])).tolist() == [1, 0, 3]
     for raw_id in (-1, LARGEST):
-        with pytest.raises(ConfigError, match=f"raw id {raw_id} marks free rows"):
+        with pytest.raises(ConfigError, match=f"raw id {raw_id} is reserved"):
             known.rows_of(np.array([4, raw_id]))
     stray = IdEvents(np.array([4]), np.array([5]), np.array([ASSIGNED], np.uint8))
-    with pytest.raises(ConfigError, match="sends 1 raw ids of the marker to another of its 4 buckets"):
+    with pytest.raises(ConfigError, match="1 of its raw ids would belong to another of the 4 buckets"):
         known.after([(0, stray)], "t")
 
 

@@ -87,7 +87,7 @@ def test_lost_markers_are_given_up_with_all_that_stands_on_them_and_the_log_is_t
     assert materialize(job, "--pass-over-lost")[0] == 0
     job.commit()  # its own rows are there
     status, _, said = materialize(job)
-    assert (status, "it is based on marker 1:4, which is lost" in said, "--pass-over-lost" in said) == (1, True, True)
+    assert (status, " is based on marker 1:4, which is lost" in said, "--pass-over-lost" in said) == (1, True, True)
     assert [event.get("marker") for event in materialize(job, "--pass-over-lost")[1]] == [None, "1:5", None]
     objects, lineage = open_store(str(store_of(job))), Control(job.log).refresh()
     catalog = Catalog.load(objects, synthetic.JOB)
@@ -127,7 +127,7 @@ def test_two_stores_for_a_job_whose_log_was_trimmed_behind_one_of_them(job: Job)
     assert status == 1
     held = rf"the store file://{store_of(job)} holds it, and this store lacks 1:4"
     assert re.search(rf"log up to marker 1:4 was trimmed on .*; {held}", said)
-    assert re.search(rf"Try: fold into that one: --store file://{store_of(job)}", said)
+    assert re.search(rf"Try: fold into that store: --store file://{store_of(job)}", said)
 
 
 def job_with_dense_state(root: Path) -> Job:

@@ -496,7 +496,7 @@ def test_a_fold_that_holds_other_bits_than_were_merged_is_never_used(job: Job, m
     objects, lineage, newest_marker = open_store(str(store_of(job))), Control(job.log).refresh(), MarkerId(1, 6)
     catalog = Catalog.load(objects, lineage.job)
     cover = replace(catalog, folds=frozenset()).cover(lineage.chain(newest_marker))[1:]
-    said = r"a fold was written with \d+ rows, but \d+ rows or other bits were read back"
+    said = r"a fold was written with \d+ rows, but \d+ were read back, or their bits differ"
     with ThreadPoolExecutor(2) as pool, pytest.raises(CorruptionError, match=said) as told:
         merge_module.merge(objects, lineage, cover, pool)
     assert told.value.hint.endswith("the fold is not used")

@@ -206,7 +206,7 @@ def test_bits_that_flip_on_the_way_through_the_scratch_folder_never_reach_a_fold
     monkeypatch.setattr(run_merging, "FAN_IN", 4)
     monkeypatch.setattr(run_merging, "RowSorter", Flipping)
     objects = open_store(str(tmp_path / "store"))
-    with pytest.raises(CorruptionError, match="rows or other bits were read back"):
+    with pytest.raises(CorruptionError, match="were read back, or their bits differ"):
         merged(spread, objects)
     assert Catalog.load(objects, synthetic.JOB).folds == frozenset()
 

@@ -219,7 +219,7 @@ def test_a_disk_that_is_full_is_waited_for_and_nothing_is_skipped(
     refused[0] = 10**6
     job.churn()
     job.commit()
-    with pytest.raises(SinkUnavailableError, match="does not take it: No space left"):
+    with pytest.raises(SinkUnavailableError, match="cannot write to the disk of this sink: No space left"):
         fed(job, folder)
     refused[0] = 0
     assert kinds(fed(job, folder)) == [(MARKER, "1:3")]
@@ -276,4 +276,4 @@ def test_the_command_writes_files_and_serves_metrics(tmp_path: Path, monkeypatch
     assert served[-1]["tombstones_per_s"] > 0
     failed = call(*arguments, "--redis", "redis://localhost")
     assert isinstance(failed.exception, ConfigError)
-    assert "--redis and --parquet are two followers" in str(failed.exception)
+    assert "--redis and --parquet exclude each other" in str(failed.exception)

@@ -416,7 +416,7 @@ def test_calls_that_are_wrong_are_refused(job: Job, tmp_path: Path) -> None:
     for arguments, said in (
         ([], "scrub needs the job's log"),
         ([log, "--no-log", "--store", store], "a log and --no-log exclude each other"),
-        (["--no-log"], "--no-log needs the store"),
+        (["--no-log"], "--no-log requires --store"),
         (["--no-log", "--store", store, "--repair"], "--repair needs the job's log"),
         ([log, "--store", store, "--job", "0" * 32], "the log belongs to job"),
         (["--no-log", "--store", store, "--job", "xyz"], "is not a job's id"),

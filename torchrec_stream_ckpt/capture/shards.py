@@ -28,7 +28,9 @@ def merge_schema(tables_by_rank: Iterable[Iterable[TableSpec]]) -> Schema:
         for table in local:
             if tables.setdefault(table.name, table) != table:
                 raise UnsupportedError(
-                    f"shards of one table differ: {tables[table.name]} and {table}", table=table.name
+                    f"shards of one table differ: {tables[table.name]} and {table}",
+                    hint="give all shards of a table the same dtype and optimizer, on all ranks",
+                    table=table.name,
                 )
     return Schema(tuple(tables[name] for name in sorted(tables)))
 

@@ -86,9 +86,11 @@ def follow_stream(
     """
     outputs = [name for name, given in (("serve", serve), ("redis", redis), ("parquet", parquet)) if given is not None]
     if outputs and mode != "markers":
-        raise ConfigError(f"--{outputs[0]} requires a follower of markers", hint="omit --mode rows")
+        raise ConfigError(f"--{outputs[0]} requires --mode markers, got {mode}", hint="omit --mode")
     if len(outputs) > 1:
-        raise ConfigError(f"--{outputs[0]} and --{outputs[1]} are two followers", hint="run the command twice")
+        raise ConfigError(
+            f"--{outputs[0]} and --{outputs[1]} exclude each other", hint="run the command once for each of them"
+        )
     if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
         raise ConfigError("a serving stream cannot be written to the trainer's log", hint="pass another URI to --serve")
     follower = follow(

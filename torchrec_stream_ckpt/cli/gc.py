@@ -199,7 +199,7 @@ def _opened(uri: str | None, store: str | None, access: Access) -> Iterator[tupl
             yield job.objects, job
         return
     if store is None:
-        raise ConfigError("--no-log requires the store, which only the log names", hint="name it: --store URL")
+        raise ConfigError("--no-log requires --store: only the log records its URL", hint="add --store URL")
     with access.open_objects(store) as objects:
         yield objects, None
 

@@ -66,7 +66,10 @@ def list_markers(
     conditions = [Condition.parse(each) for each in where or ()]
     picked = bool(conditions or sort)
     if picked and tree:
-        raise ConfigError("--tree shows the lineage of all markers", hint="omit --where and --sort")
+        raise ConfigError(
+            "--tree cannot be combined with --where or --sort: it shows all markers in the order of their lineage",
+            hint="omit --tree, or --where and --sort",
+        )
     with options.open(warn=False) as job:
         if picked:
             chosen = _pick(job, conditions, sort, newest)

@@ -27,7 +27,10 @@ def name_marker(
     gc keeps a marker as long as it has a name. If the name belongs to another marker, it is moved.
     """
     if (marker is None) != (name is None) or (marker is not None and remove is not None):
-        raise ConfigError("pass a marker and a name, or --remove NAME, or neither", hint="name URI 2:17 prod")
+        raise ConfigError(
+            "MARKER and NAME must be given together, and not with --remove",
+            hint="write, for example, stream-ckpt name URI 2:17 prod",
+        )
     with options.open() as job:
         if name is None and remove is None:
             _list(job.uri, {each: str(found) for each, found in job.lineage.aliases.items()}, json=json)

@@ -159,7 +159,9 @@ class MarkerOptions(JobOptions):
             ConfigError: it was given twice.
         """
         if self.place is not None and self.marker is not None:
-            raise ConfigError("MARKER was given twice", hint="omit --marker", marker=self.marker)
+            raise ConfigError(
+                f"MARKER was given twice: {self.place}, and --marker {self.marker}", hint="omit one of the two"
+            )
         return self.marker if self.place is None else self.place
 
 

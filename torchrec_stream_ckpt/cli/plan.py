@@ -48,7 +48,7 @@ def plan_job(
         work = options.workload()
     elif options.tables or options.rows or options.dim or options.batch_size or options.touched_rows_per_second:
         raise ConfigError(
-            "tables and rates come from the log of the job at URI",
+            "URI excludes the options for tables and rates: both are read from the log of its job",
             hint="omit --tables, --rows, --dim, --batch-size and --touched-rows-per-second, or omit URI",
         )
     else:

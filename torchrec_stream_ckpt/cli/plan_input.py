@@ -214,7 +214,10 @@ def _planned_tables(options: PlanOptions) -> list[PlannedTable]:
                 f"--tables {tables!r} is not a whole number", hint="pass --tables 26, or a JSON file that lists them"
             )
         if rows is not None or dim is not None:
-            raise ConfigError("the file contains rows and dim of each table", hint="omit --rows and --dim")
+            raise ConfigError(
+                f"--rows and --dim do not apply to the file {tables!r}, which has both for each table",
+                hint="omit --rows and --dim",
+            )
         return _read_tables(Path(tables), every)
     if rows is None or dim is None:
         raise ConfigError(

@@ -104,7 +104,7 @@ def _check(uri: str | None, store: str | None, *, no_log: bool, repair: bool) ->
         no_log=no_log,
     )
     if no_log and store is None:
-        raise ConfigError("--no-log needs the store", hint="name it with --store URL")
+        raise ConfigError("--no-log requires --store: only the log records its URL", hint="add --store URL")
     if no_log and repair:
         raise ConfigError(
             "--repair needs the job's log, which has the lost data", hint="pass its URI, or omit --repair"

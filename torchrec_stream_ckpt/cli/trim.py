@@ -68,7 +68,7 @@ def trim_job(
     nothing is deleted, and an error names the first marker that would be lost.
     """
     if place is not None and upto != "latest":
-        raise ConfigError("MARKER was given twice", hint="omit --upto", marker=upto)
+        raise ConfigError(f"MARKER was given twice: {place}, and --upto {upto}", hint="omit one of the two")
     wanted = place or upto
     with options.open(warn=False) as job:
         objects = job.objects

@@ -57,7 +57,7 @@ def verify_markers(
     store, if the second copy of control records is damaged, or if the store holds a marker that the log has lost.
     """
     if all_markers and options.chosen is not None:
-        raise ConfigError("--all verifies every marker", hint="omit MARKER or --all", marker=options.chosen)
+        raise ConfigError(f"--all and the marker {options.chosen} exclude each other", hint="omit one of the two")
     with options.open(warn=log_alone) as job:
         lost, copies = None, list[CorruptionError]()
         if not log_alone:

@@ -175,7 +175,7 @@ def watch_job(
     With --also there is a line per job. With --follower there is a line per replica that serves its metrics there.
     """
     if also and follower:
-        raise ConfigError("--follower shows followers of one job", hint="omit --also, or watch each job by itself")
+        raise ConfigError("--follower and --also exclude each other", hint="watch each job with a separate command")
     if also:
         from torchrec_stream_ckpt.cli.watch_many import watch_all
 

@@ -289,11 +289,15 @@ def check(optimizers: Optimizers, saved: Mapping[str, OptimizerState], names: Ma
             parameters together, which depends on their order.
     """
     if saved.keys() != optimizers.keys():
-        raise SchemaMismatchError(f"the marker has {len(saved)} dense optimizers, but this job has {len(optimizers)}")
+        raise SchemaMismatchError(
+            f"the marker has {len(saved)} dense optimizers, but this job has {len(optimizers)}",
+            hint="pass as many optimizers as the job that wrote the marker",
+        )
     for key, optimizer in optimizers.items():
         if saved[key].kind != type(optimizer).__name__:
             raise SchemaMismatchError(
-                f"dense {key} is {saved[key].kind} in the marker and {type(optimizer).__name__} in this job"
+                f"dense {key} is {saved[key].kind} in the marker and {type(optimizer).__name__} in this job",
+                hint="use the marker's class of optimizer",
             )
         here = [group["params"] for group in named_groups(optimizer, names)]
         there = [group["params"] for group in saved[key].groups]

@@ -399,9 +399,9 @@ class IntervalFolder:
             own = now is not None and now.holds_rows_of(claim.incarnation)
             raise CorruptionError(
                 f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",
-                hint=f"fold into that one: --store {quote(str(store))}"
+                hint=f"fold into that store: --store {quote(str(store))}"
                 if own
-                else "materialize the outer log of this job; to free this one: "
+                else "materialize the outer log of this job; to free space in this log: "
                 f"stream-ckpt trim URI --store {quote(str(store))}",
                 marker=marker,
                 store=self._objects.url,

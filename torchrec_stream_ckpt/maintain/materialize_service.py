@@ -240,7 +240,9 @@ class MaterializeService(Service):
     def _read_again(self) -> Lineage:
         lineage = self._read()
         if lineage is None:
-            raise LogUnavailableError("the log was deleted", hint="restore it")
+            raise LogUnavailableError(
+                "the log was deleted", hint="restore it, or run stream-ckpt recover URI --store URL"
+            )
         return lineage
 
     def _catch_up(self, lineage: Lineage, materializer: Materializer) -> None:

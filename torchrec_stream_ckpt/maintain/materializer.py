@@ -286,7 +286,9 @@ class Materializer:
         stands_on_lost = _is_lost(catalog, parent)  # damage there is an error, never a lost marker
         try:
             if stands_on_lost:
-                raise CorruptionError(f"it is based on marker {parent}, which is lost", marker=commit.id)
+                raise CorruptionError(
+                    f"marker {commit.id} is based on marker {parent}, which is lost", marker=commit.id
+                )
             fold = partial(self._intervals.segments, lineage, catalog, commit, before, self.missing, following)
             return self.repairer.mending(lineage, catalog, fold)
         except CorruptionError as error:

@@ -273,7 +273,7 @@ def _check_written(
         found.add(entry.table, entry.col0, entry.cols, decode_chunk(entry, data, task.schema, each.ref.name))
     if found != merged:
         raise CorruptionError(
-            f"a fold was written with {merged.rows} rows, but {found.rows} rows or other bits were read back",
+            f"a fold was written with {merged.rows} rows, but {found.rows} were read back, or their bits differ",
             hint="check the memory and the disks of this host, and restart the materializer; the fold is not used",
             fold=task.fold.name,
         )

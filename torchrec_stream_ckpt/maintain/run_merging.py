@@ -95,8 +95,8 @@ class ScratchRuns:
         """
         if self._seen != self._written:
             raise CorruptionError(
-                f"{self._written.rows} rows were written to the scratch folder, but {self._seen.rows} rows "
-                "or other bits were read back",
+                f"{self._written.rows} rows were written to the scratch folder, but {self._seen.rows} were read "
+                "back, or their bits differ",
                 hint="check this host's memory and the disk of its temporary files (TMPDIR), and restart",
             )
 

@@ -500,7 +500,11 @@ class Session:
         self._finder.begin()
         said = self._team.gather(given.digest if given is not None else None)
         if len(set(said)) > 1:
-            raise ConfigError("ranks declare different changes", hint="pass the same Changes on all ranks")
+            digests = ", ".join(f"rank {rank} {each[:8] if each else 'none'}" for rank, each in enumerate(said))
+            raise ConfigError(
+                f"the ranks declare different changes, by their SHA-256: {digests}"[:400],
+                hint="pass the same Changes on all ranks",
+            )
         return given
 
     def _unless_made(self, marker: MarkerId | None, changes: Changes | None) -> MarkerId | None:

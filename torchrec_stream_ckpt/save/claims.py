@@ -153,7 +153,7 @@ class Claims:
             lineage = tier.control.refresh()
             newest = lineage.newest_generation
             if newest != lost.generation and lineage.claims[newest].nonce != self.nonce:
-                raise FencedError(f"generation {newest} has taken over this job", hint="stop this one")
+                raise FencedError(f"generation {newest} has taken over this job")
             parent = newest_held(tier.log, tier.control, lost)
             changes = ClaimChanges.of_several(told_to(lineage, lost, parent))
             mine = self.claim(parent, self._attached.tables, changes)

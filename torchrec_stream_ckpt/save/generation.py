@@ -117,7 +117,7 @@ def check_claimed(
     if now is None or now.id != claim.incarnation:
         raise MarkerFailedError(
             "the log was deleted or recreated while this job ran",
-            hint="start a new job, or put the old log back",
+            hint="restore the old log from a copy, or start a new job",
             generation=claim.generation,
             marker=marker,
         )

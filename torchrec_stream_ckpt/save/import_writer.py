@@ -218,4 +218,7 @@ class _RankStream:
 
     def slow(self) -> LogUnavailableError:
         why = self._publisher.failure or "it is slow"
-        return LogUnavailableError(f"the log did not accept the rows in {self._timeout_s:.0f} s ({why})")
+        return LogUnavailableError(
+            f"the log did not accept the rows within {self._timeout_s:.0f} s ({why})",
+            hint="repair the log, and run the same import again",
+        )

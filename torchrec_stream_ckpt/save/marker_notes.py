@@ -91,7 +91,7 @@ def given(meta: Mapping[str, object] | None, why_pinned: str | None) -> Meta:
         if not isinstance(why_pinned, str) or not why_pinned.strip():
             raise ConfigError(
                 f"pin must be a reason in text, got {why_pinned!r:.80}",
-                hint="say why the marker is to be kept, in a few words",
+                hint="pass a few words, such as pin='before the migration'",
             )
         values[PIN] = why_pinned
     return meta_of(values)

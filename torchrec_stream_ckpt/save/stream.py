@@ -88,7 +88,7 @@ class Stream:
     def fenced(self) -> FencedError:
         """Return the error for a job with a new owner; waits briefly for the details from rank 0."""
         self.coordinator.settle(JOIN_S)
-        return self.coordinator.fenced or FencedError("another trainer has taken over this job", hint="stop this one")
+        return self.coordinator.fenced or FencedError("another trainer has taken over this job")
 
     def close(self, timeout_s: float, end_votes: Callable[[float], None]) -> None:
         """Close the stream on this rank.

@@ -223,7 +223,10 @@ class Streaming:
                 stream.cuts.complete(deadline_s)
             # The marker in flight was cut before this call, so it settles within its own bound.
             if not refused and not stream.coordinator.settle(deadline_s + PEERS_S - time.monotonic()):
-                return MarkerFailedError("the marker in flight has not settled", hint="check the log of this rank")
+                return MarkerFailedError(
+                    "the marker in flight was neither committed nor given up within its bound",
+                    hint="look for the reason in this rank's output, and restart the job if no marker commits",
+                )
         fenced = stream.coordinator.fenced
         return said if refused or fenced is None else fenced
 

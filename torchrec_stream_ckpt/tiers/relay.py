@@ -278,7 +278,8 @@ class Relay:
             if mine is None or [end.chain for end in mine.ranks] != [end.chain for end in there.ranks]:
                 raise CorruptionError(
                     f"marker {there.id} differs between the inner log and the outer log that it was copied to",
-                    hint="restart the job to restore from the outer log; the inner log was damaged or put back",
+                    hint="restart the job to restore from the outer log; the inner log was damaged, or replaced by an "
+                    "older copy",
                     marker=there.id,
                 )
             pairs = zip(mine.ranks, there.ranks, strict=True)

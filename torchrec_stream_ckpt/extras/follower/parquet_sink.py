@@ -205,7 +205,7 @@ class ParquetSink:
                     sink=self._folder,
                 ) from None
             raise SinkUnavailableError(
-                f"the disk of this sink does not take it: {error.strerror or error}",
-                hint="free space, or check that it is mounted",
+                f"cannot write to the disk of this sink: {error.strerror or error}",
+                hint="free space, or check that the disk is mounted",
                 sink=self._folder,
             ) from None

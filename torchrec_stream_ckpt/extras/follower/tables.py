@@ -173,7 +173,7 @@ class FollowedTables(Replica):
             )
         if raw_ids.dtype != torch.int64 or raw_ids.dim() != 1:
             raise ConfigError(
-                f"raw ids are {raw_ids.dtype} {tuple(raw_ids.shape)}", hint="give int64 of shape (n,)", table=table
+                f"raw ids are {raw_ids.dtype} {tuple(raw_ids.shape)}", hint="pass int64 of shape (n,)", table=table
             )
         wanted = raw_ids.cpu().numpy()
         with self.reading() as served, torch.no_grad():

@@ -169,7 +169,8 @@ class RawIdMap:
     def _hashed_rows(self, raw_ids: Ids, layout: HashLayout) -> Ids:
         if (marks := (raw_ids == FREE) | (raw_ids == NO_ID)).any():
             raise ConfigError(
-                f"raw id {raw_ids[int(np.argmax(marks))]} marks free rows, in TorchRec's hash ZCH or in the stream",
+                f"raw id {raw_ids[int(np.argmax(marks))]} is reserved for free rows, by TorchRec's hash "
+                "ZCH or by the stream",
                 hint="look up other raw ids",
             )
         shared, rows = layout.shared_rows(raw_ids), self._rows.find(raw_ids)
@@ -272,9 +273,9 @@ class RawIdMap:
             strangers, parts = int(np.count_nonzero(shards_of(raw_ids, self._size, world) != shards)), f"{world} shards"
         if strangers:
             raise ConfigError(
-                f"input_hash_size {self._size} sends {strangers} raw ids of the marker to another of its {parts} than "
-                "the one that has them",
-                hint="give the input_hash_size of the trainer's managed collision module",
+                f"input_hash_size {self._size} is not the marker's: {strangers} of its raw ids would belong to another "
+                f"of the {parts}",
+                hint="pass the input_hash_size of the trainer's managed collision module",
                 table=table,
             )
 
@@ -395,7 +396,7 @@ def read_id_maps(folder: Path, input_hash_sizes: Mapping[str, int], world: int) 
             if layout.input_hash_size != size:
                 raise ConfigError(
                     f"input_hash_size is {size} here and {layout.input_hash_size} in the marker",
-                    hint="give the input_hash_size of the trainer's managed collision module",
+                    hint="pass the input_hash_size of the trainer's managed collision module",
                     table=table,
                 )
         shards = (*saved.shards, *(nothing for _ in range(world - len(saved.shards))))

@@ -101,7 +101,7 @@ class Control:
         if lineage.unsigned and not lineage.claims:
             raise ConfigError(
                 f"none of the {lineage.unsigned} control records of this log is signed with this commit key",
-                hint="give the key that the job began with, or no key if it began without one",
+                hint="pass the key that the job began with, or no key if it began without one",
             )
         return lineage
 
@@ -370,9 +370,7 @@ class Control:
                 "an operator has ended this trainer"
                 if by_operator
                 else f"generation {lineage.newest_generation} has taken over this job",
-                hint="stop this trainer; a new job restores the newest marker"
-                if by_operator
-                else "stop this trainer, or fence the other one: stream-ckpt list URI --tree shows both",
+                hint="stop this trainer; a new job restores the newest marker" if by_operator else "",
                 generation=commit.generation,
                 marker=commit.marker,
             )

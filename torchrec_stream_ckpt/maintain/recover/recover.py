@@ -130,7 +130,7 @@ def _from_store(log: Log, control: Control, objects: Objects, job: bytes, known:
         raise MarkerNotFoundError(
             "the store holds no marker of this job"
             + (f"; its second copy lists {len(lost)}, up to {lost[-1]}, but their rows are lost" if lost else ""),
-            hint="restore the log's rows from a backup, and run this again" if lost else "",
+            hint="restore the log's rows from a backup, and run this again" if lost else "check --store and --job",
             store=objects.url,
             job=job.hex(),
         )
