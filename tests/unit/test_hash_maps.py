@@ -267,7 +267,7 @@ def test_known_raw_ids_have_their_rows_and_events_change_them() -> None:
         with pytest.raises(ConfigError, match=f"raw id {raw_id} is reserved"):
             known.rows_of(np.array([4, raw_id]))
     stray = IdEvents(np.array([4]), np.array([5]), np.array([ASSIGNED], np.uint8))
-    with pytest.raises(ConfigError, match="1 of its raw ids would belong to another of the 4 buckets"):
+    with pytest.raises(ConfigError, match=", 1 raw ids of the marker belong to another of its 4 buckets"):
         known.after([(0, stray)], "t")
 
 
@@ -297,7 +297,7 @@ def test_a_wrong_hash_size_is_noticed_by_the_raw_ids_of_the_marker() -> None:
     shards = tuple(
         (np.array([first, first + 9, LARGEST]), np.array([row, row + 2, row + 1])) for first, row in [(0, 0), (50, 3)]
     )
-    with pytest.raises(ConfigError, match=r"(?s)input_hash_size 1000 sends 2 raw ids.*table=t_a"):
+    with pytest.raises(ConfigError, match=r"(?s)by input_hash_size 1000, 2 raw ids.*table=t_a"):
         RawIdMap(1000, shards, "t_a")
     assert RawIdMap(100, shards).rows_of(np.array([9, 8, 59, 60, 0])).tolist() == [2, 2, 5, 5, 0]
 

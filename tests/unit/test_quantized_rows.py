@@ -702,7 +702,7 @@ def test_a_module_of_another_job_is_refused_by_name(tmp_path: Path) -> None:
     uri = f"file://{job.root}"
     with (
         FollowedModel(build("ebc", "int8"), follow(uri)) as model,
-        pytest.raises(ConfigError, match=rf"(?s)input_hash_size {2**63 - 1} sends 30 raw ids .*table={ONE}"),
+        pytest.raises(ConfigError, match=rf"(?s)input_hash_size {2**63 - 1}, 30 raw ids .*table={ONE}"),
     ):
         model.advance()
     with (

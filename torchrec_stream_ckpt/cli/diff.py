@@ -29,7 +29,7 @@ def diff_markers(
     scratch: Scratch = None,
     json: Json = False,
 ) -> None:
-    """Say which tables differ between two markers, and in how many rows, bit by bit; and which dense entries.
+    """List the tables and dense entries that differ between two markers, with the number of rows, bit by bit.
 
     ``--sent`` reads only the rows sent between them, not the tables: a row that was sent may have the same value.
     """

@@ -71,7 +71,7 @@ def plan_evolution(
     count_trained: Annotated[
         bool,
         typer.Option(
-            "--count-trained", help="Read the rows of tables that shrink, and say how many that would go are trained."
+            "--count-trained", help="Read the tables that shrink, and count the trained rows that would be dropped."
         ),
     ] = False,
     json: Json = False,

@@ -15,9 +15,7 @@ from torchrec_stream_ckpt.extras.interchange.target import check_free, parse_tar
 from torchrec_stream_ckpt.inner import open_rows
 from torchrec_stream_ckpt.util.units import parse_size, size
 
-Scratch = Annotated[
-    Path | None, typer.Option(help="A folder with room for what only the log has (default: the target's folder).")
-]
+Scratch = Annotated[Path | None, typer.Option(help="Folder for rows that only the log has (default: the target's).")]
 
 
 def export_marker(
@@ -27,9 +25,7 @@ def export_marker(
     states: Annotated[
         bool | None, typer.Option("--states/--no-states", help="Optimizer states (default: not to Parquet).")
     ] = None,
-    max_shard_size: Annotated[
-        str, typer.Option(help="(safetensors) What a file holds at most.", metavar="SIZE")
-    ] = "5GB",
+    max_shard_size: Annotated[str, typer.Option(help="(safetensors) Maximum size of a file.", metavar="SIZE")] = "5GB",
     model_key: Annotated[
         str, typer.Option(help="(dcp) Where your code loads the model's state dict: {KEY: dmp.state_dict()}.")
     ] = "",

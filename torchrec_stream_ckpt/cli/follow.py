@@ -44,7 +44,7 @@ def follow_stream(
     ] = 300.0,
     at_change: Annotated[
         Literal["load", "stop"],
-        typer.Option(help="If the job goes on with a changed model: load the new tables, or stop with an error."),
+        typer.Option(help="If the job continues with a changed model: load the new tables, or stop with an error."),
     ] = "load",
     serve: Annotated[
         str | None,

@@ -76,7 +76,7 @@ def collect_garbage(
         list[str] | None,
         typer.Option(
             "--give-up",
-            help="Give up this marker, GENERATION:MARKER, which nothing can bring back; lost: all such markers.",
+            help="Give up this marker, GENERATION:MARKER, which cannot be recovered; lost: all such markers.",
             metavar="MARKER",
         ),
     ] = None,
@@ -88,7 +88,7 @@ def collect_garbage(
     ] = False,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Say what would be deleted, and change nothing; -v or --json: each object."),
+        typer.Option("--dry-run", help="Print what would be deleted, and change nothing; -v or --json: each object."),
     ] = False,
     json: Json = False,
 ) -> None:

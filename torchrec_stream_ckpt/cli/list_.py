@@ -46,15 +46,18 @@ _SHORT = 30
 
 def list_markers(
     options: JobOptions,
-    newest: Annotated[int | None, typer.Option("--newest", min=1, help="Only the newest N.", metavar="N")] = None,
+    newest: Annotated[
+        int | None, typer.Option("--newest", min=1, help="Only the newest N markers.", metavar="N")
+    ] = None,
     where: Annotated[
         list[str] | None,
-        typer.Option("--where", help="Only those that meet it: 'auc>0.8'; several times: all.", metavar="CONDITION"),
+        typer.Option("--where", help="Only markers that meet all such conditions: 'auc>0.8'.", metavar="CONDITION"),
     ] = None,
     sort: Annotated[
-        str | None, typer.Option("--sort", help="By this value, the highest last; KEY:desc: first.", metavar="KEY")
+        str | None,
+        typer.Option("--sort", help="Sort by this value, the highest last, or first with KEY:desc.", metavar="KEY"),
     ] = None,
-    tree: Annotated[bool, typer.Option("--tree", help="Show which generation stands on which marker.")] = False,
+    tree: Annotated[bool, typer.Option("--tree", help="Show the marker from which each generation started.")] = False,
     json: Json = False,
 ) -> None:
     """List the committed markers, oldest first, and from where each can be restored: log, store, or store+log.

@@ -220,7 +220,7 @@ def _before(
     verbose: Verbose = False,
     width: Width = None,
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and end.", callback=_say_version, is_eager=True)
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_say_version, is_eager=True)
     ] = False,
 ) -> None:
     ask_before_verb(verbose=verbose, width=width)

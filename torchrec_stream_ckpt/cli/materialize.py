@@ -68,7 +68,7 @@ class MaterializeOptions(Access):
         ),
     ] = None
     dense: Annotated[
-        str | None, typer.Option(help="Where dense state lies (default: where the job keeps it).", metavar="URL")
+        str | None, typer.Option(help="Place of the dense state (default: where the job keeps it).", metavar="URL")
     ] = None
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now is in the store.")] = False
     until_closed: UntilClosed = False

@@ -31,7 +31,9 @@ DAY_S = 86_400
 Uri = Annotated[str, typer.Argument(help="file://DIR, kafka://HOST:PORT/JOB or s3://BUCKET/PREFIX", metavar="URI")]
 Store = Annotated[
     str | None,
-    typer.Option(help="Where dense state and folded rows lie (default: where the job kept it).", metavar="URL"),
+    typer.Option(
+        help="Store of the job's dense state and folded rows (default: the one that the job uses).", metavar="URL"
+    ),
 ]
 StoreNamed = Annotated[str, typer.Option("--store", help="The store: file://DIR or s3://BUCKET/PREFIX.", metavar="URL")]
 EngineOption = Annotated[
@@ -54,11 +56,9 @@ Width = Annotated[
 MetricsPort = Annotated[int | None, typer.Option(min=1, max=65535, help="Serve Prometheus metrics at this port.")]
 MetricsHost = Annotated[str, typer.Option(help="Address to serve them at.")]
 Poll = Annotated[float, typer.Option(min=0.01, max=DAY_S, help="Seconds between two looks at the log.")]
-Scratch = Annotated[
-    Path | None, typer.Option(help="A folder with room for what only the log has (default: that of the system).")
-]
+Scratch = Annotated[Path | None, typer.Option(help="Folder for rows that only the log has (default: the system's).")]
 UntilClosed = Annotated[
-    bool, typer.Option("--until-closed", help="End once the trainer has said that the job is finished.")
+    bool, typer.Option("--until-closed", help="End once the trainer has recorded that the job is finished.")
 ]
 Globs = Annotated[list[str] | None, typer.Option(help="Only tables of this name.", metavar="GLOB")]
 
@@ -76,7 +76,7 @@ class Access:
     ] = None
     commit_key_file: Annotated[
         Path | None,
-        typer.Option(help="The job's commit key: records that are not signed with it do not count.", metavar="FILE"),
+        typer.Option(help="The job's commit key; records without its signature are ignored.", metavar="FILE"),
     ] = None
 
     def job(self, uri: str, store: str | None = None) -> Job:

@@ -21,7 +21,7 @@ def pin_marker(
     marker: Marker,
     json: Json = False,
 ) -> None:
-    """Keep a marker in the store, whatever the retention says."""
+    """Keep a marker in the store, whatever the retention rules are."""
     with options.open() as job:
         commit, objects = job.find(marker), job.objects
         pin(objects, commit.job, commit.id)

@@ -59,14 +59,14 @@ class PlanOptions:
     ] = None
     rows: Annotated[str | None, typer.Option(help="Rows of each table: 40000000 or 4e7.", metavar="N")] = None
     dim: Annotated[int | None, typer.Option(help="Columns of each table.", min=1)] = None
-    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32"
+    dtype: Annotated[str, typer.Option(help="Dtype of the weights.")] = "float32"
     optimizer: Annotated[str, typer.Option(help="Fused optimizer of the tables.", metavar="NAME")] = "rowwise_adagrad"
     touched_rows_per_second: Annotated[
         str | None, typer.Option(help="Rows that drains send a second, all tables and ranks.", metavar="N")
     ] = None
     growth: Annotated[
         float,
-        typer.Option(help="(with it) m drains touch m**GROWTH times the rows of one; 1: none comes twice.", max=1.0),
+        typer.Option(help="(with it) m drains touch m**GROWTH times the rows of one; 1: no row repeats.", max=1.0),
     ] = 1.0
     batch_size: Annotated[int | None, typer.Option(help="Global batch, in samples.", min=1)] = None
     ids: Annotated[float, typer.Option(help="Ids of one sample and table.")] = 1.0
@@ -82,7 +82,7 @@ class PlanOptions:
     ] = None
     log: Annotated[Log | None, typer.Option(help="Default: kafka, or that of URI.")] = None
     replication: Annotated[int, typer.Option(help="(Kafka) Copies of each record.", min=1)] = 3
-    trim_every: Annotated[str, typer.Option(help="How often the log is trimmed, or never.", metavar="TIME")] = "1h"
+    trim_every: Annotated[str, typer.Option(help="Time between two trims of the log, or never.", metavar="TIME")] = "1h"
     rebase: Annotated[float, typer.Option(help="As given to materialize.", min=0.0)] = 1.0
     compact: Annotated[Compact, typer.Option(help="As given to materialize.")] = "span4"
     scrub_bytes_per_s: Annotated[
@@ -91,7 +91,7 @@ class PlanOptions:
     check_proofs: Annotated[
         bool, typer.Option("--check-proofs/--no-check-proofs", help="As given to materialize; of 4 MiB a rank.")
     ] = True
-    keep_all_for: Annotated[str, typer.Option(help="As given to gc, or ever.", metavar="TIME")] = "1d"
+    keep_all_for: Annotated[str, typer.Option(help="As given to gc; ever: without a limit.", metavar="TIME")] = "1d"
     then_every: Annotated[
         str | None, typer.Option(help="As given to gc, as a time. Default: keep no older marker.", metavar="TIME")
     ] = None

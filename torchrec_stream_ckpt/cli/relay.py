@@ -24,9 +24,9 @@ from torchrec_stream_ckpt.util.uris import KafkaUri, parse_uri
 def relay_log(
     access: Access,
     inner: Annotated[str, typer.Argument(help="The log that the trainer writes: file://DIR", metavar="INNER")],
-    outer: Annotated[str, typer.Argument(help="Where to: a log in Kafka, in a bucket or in a folder", metavar="OUTER")],
+    outer: Annotated[str, typer.Argument(help="The log to write: Kafka, a bucket or a folder", metavar="OUTER")],
     once: Annotated[bool, typer.Option("--once", help="End when all that is there now is on the outer tier.")] = False,
-    status: Annotated[bool, typer.Option("--status", help="Only say how many markers the outer tier lacks.")] = False,
+    status: Annotated[bool, typer.Option("--status", help="Only print how many markers the outer tier lacks.")] = False,
     every: Annotated[
         int, typer.Option(min=1, help="Copy only markers whose number is a multiple of N, and the newest at the end.")
     ] = 1,

@@ -48,7 +48,9 @@ def trim_job(
         ),
     ] = None,
     upto: Annotated[str, typer.Option(help="The same as MARKER.", metavar="MARKER")] = "latest",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, and change nothing.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be deleted, and change nothing.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Before that, read every byte that the store holds of these markers.")
     ] = False,

@@ -35,10 +35,10 @@ def verify_markers(
     options: MarkerOptions,
     all_markers: Annotated[bool, typer.Option("--all", help="Verify every committed marker.")] = False,
     log_alone: Annotated[
-        bool, typer.Option("--log", help="Read the log alone, also where a restore would take rows from the store.")
+        bool, typer.Option("--log", help="Read only the log, even if a restore would read rows from the store.")
     ] = False,
     accept_unproved: Annotated[
-        bool, typer.Option("--accept-unproved", help="Name rows that are not as they were proved, but do not fail.")
+        bool, typer.Option("--accept-unproved", help="Report rows that differ from their proof, but do not fail.")
     ] = False,
     verdict: Annotated[
         bool,

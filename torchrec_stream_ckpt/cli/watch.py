@@ -149,7 +149,7 @@ def watch_job(
     options: JobOptions,
     interval: Annotated[float, typer.Option(min=0.1, max=DAY_S, help="Seconds between two looks.")] = 2.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Look once and end; with status 1 if there is an alert.")
+        bool, typer.Option("--once", help="Look once, and exit with status 1 if there is an alert.")
     ] = False,
     fail_on_alert: Annotated[
         bool, typer.Option("--fail-on-alert", help="End with status 1 at the first look that finds an alert.")

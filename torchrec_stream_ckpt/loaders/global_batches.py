@@ -83,7 +83,7 @@ class GlobalBatches(Deal, Generic[T]):
 
     @property
     def batches(self) -> int:
-        """Batches of a whole epoch."""
+        """Number of batches of a whole epoch."""
         return self._count // self.batch_size
 
     def __iter__(self) -> Iterator[T]:
@@ -96,11 +96,11 @@ class GlobalBatches(Deal, Generic[T]):
         self.next_epoch()
 
     def next_epoch(self) -> None:
-        """Go to the start of the next epoch."""
+        """Move to the start of the next epoch."""
         self.begin(self.epoch + 1, 0)
 
     def begin(self, epoch: int, samples: int) -> None:
-        """Go to this position: the next batch is the one there."""
+        """Move to this position, where the next batch begins."""
         self.epoch, self._samples = epoch, samples
 
     def state_dict(self) -> dict[str, Any]:
@@ -108,7 +108,7 @@ class GlobalBatches(Deal, Generic[T]):
         return self.at(self.epoch, self._samples)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position.
+        """Move to a saved position.
 
         Raises:
             ConfigError: It is a position in data of another name or in batches of another size, or this data has fewer

@@ -83,7 +83,7 @@ class DealtLoader:
         self.next_epoch()
 
     def next_epoch(self) -> None:
-        """Go to the start of the next epoch, as a new pass over a ``DataLoader`` after a ``break`` does."""
+        """Move to the start of the next epoch, as a new pass over a ``DataLoader`` after a ``break`` does."""
         self._go_to(self._at[0] + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class DealtLoader:
         self._deal.check(state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position."""
+        """Move to a saved position."""
         self._go_to(*self._deal.load(state_dict))
 
     def _go_to(self, epoch: int, samples: int) -> None:

@@ -33,7 +33,7 @@ class _Position:
 class TrackedLoader(Generic[T]):
     """A loader whose state is that of the last *trained* batch, however many a pipeline or workers have fetched.
 
-    Hand it over as a ``Stateful``. Then ``StreamCheckpointer.step()`` notifies it that a batch has been trained::
+    Pass it in ``stateful``. Then ``StreamCheckpointer.step()`` notifies it that a batch has been trained::
 
         sampler = GlobalSampler(len(data), batch_size=4096, rank=rank, world=world, shuffle=True)
         loader = TrackedLoader(DataLoader(data, batch_sampler=sampler, num_workers=4))
@@ -196,7 +196,7 @@ class TrackedLoader(Generic[T]):
         return {"epoch": at.epoch, "loader": copy.deepcopy(at.state), **world}
 
     def check_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Reject a saved position that this loader cannot go to. Changes nothing.
+        """Reject a saved position that this loader cannot move to. Changes nothing.
 
         Raises:
             ConfigError: It is the position of one rank, saved on another number of ranks, or one in other data.
@@ -218,7 +218,7 @@ class TrackedLoader(Generic[T]):
             check(state_dict["loader"])
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to a saved position. Passes that have begun before are over.
+        """Move to a saved position. Passes that have begun before are over.
 
         Raises:
             ConfigError: As :meth:`check_state_dict`.

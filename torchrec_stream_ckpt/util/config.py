@@ -110,7 +110,7 @@ class StreamConfig:
         Spec("{buffered,direct}", "buffered: leave what is written to a folder in the page cache", alike=True),
     ] = "direct"
     """Way in which a file log is written, and the dense state if the store is a folder. ``direct`` writes frames of
-    256 KiB and more, and dense files in pieces of 1 MiB, past the page cache, which takes less CPU time. A reader on
+    256 KiB and more, and dense files in pieces of 1 MiB, with ``O_DIRECT``, which takes less CPU time. A reader on
     the same host, such as a relay, a follower or a restart, then reads them from the disk. ``buffered`` leaves them in
     the page cache. If the file system refuses direct writes, all are buffered, which ``stats().log_writes`` and
     ``stream-ckpt doctor`` report of the log."""
@@ -224,7 +224,7 @@ class StreamConfig:
 
     @property
     def writes_direct(self) -> bool:
-        """True if the nearest log is a folder, to be written past the page cache. The file system may refuse that."""
+        """True if the nearest log is a folder that is to get direct writes. The file system may refuse them."""
         return self.log_writes == "direct" and isinstance(parse_uri(self.uris[0]), FileUri)
 
     def of_all_ranks(self) -> dict[str, Any]:
@@ -234,7 +234,7 @@ class StreamConfig:
 
     @property
     def restore_bytes_per_s(self) -> float:
-        """Bytes that one rank restores in a second, as far as is known."""
+        """Estimate of the bytes that one rank restores per second: ``restore_mb_per_s``, or the default for the log."""
         if self.restore_mb_per_s is not None:
             return self.restore_mb_per_s * 1e6
         return RESTORE_BYTES_PER_S[kind_of(self.uris[0])]

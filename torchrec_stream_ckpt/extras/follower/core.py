@@ -107,7 +107,7 @@ class Follower:
         return self._source.wants(table)
 
     def gets_id_events(self, commit: Commit) -> bool:
-        """Return whether the stream of a marker's generation says between markers which raw id has which row."""
+        """Return whether the generation of a marker records, between markers, which raw id has which row."""
         return self._source.job.lineage.claims[commit.generation].has_id_events
 
     @property
@@ -144,7 +144,7 @@ class Follower:
         """Load every row at the next look instead of the changes only. This includes the update that is being applied.
 
         Args:
-            why: The reason, for people.
+            why: The reason, for the log.
             first: A marker to load before newer ones, if possible; None for no preference.
         """
         if why != self._anew:
@@ -154,16 +154,16 @@ class Follower:
             self._aim.first = first
 
     def passes(self, marker: MarkerId) -> bool:
-        """Return whether the next look goes to a marker other than this one, which could not be loaded."""
+        """Return whether the next look skips this marker, which could not be loaded, for another one."""
         return self._aim.passes(marker)
 
     def between_frames(self, call: Callable[[], None]) -> None:
-        """Have ``call`` made on the thread that follows, after each frame that it reads, and after each look."""
+        """Call ``call`` on the thread that follows, after each frame and after each look at the log."""
         self._source.between = call
 
     def take_repeats(self) -> None:
-        """Hand out rows of the log as often as they were sent, for a place that takes them faster than older versions
-        are sorted out."""
+        """Yield every version of a row that was sent, for a sink that writes rows faster than older versions are
+        removed."""
         self._source.repeats = True
 
     def pause(self) -> bool:
@@ -333,7 +333,7 @@ class Follower:
             yield replace(update, older_proofs=given.older)
 
     def _change(self, lineage: Lineage, at: Commit, target: Commit, schema: Schema) -> Generator[Update, None, str]:
-        """Go to a marker by its changes. Returns the reason if that is impossible; empty on success."""
+        """Advance to a marker by its changes. Returns the reason if that is impossible; empty on success."""
         if why := astray(lineage, target.id, at.id, self._towards):
             return why
         if (yield from self._reach(lineage, at, target, schema)):

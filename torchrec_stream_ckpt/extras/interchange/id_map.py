@@ -273,8 +273,8 @@ class RawIdMap:
             strangers, parts = int(np.count_nonzero(shards_of(raw_ids, self._size, world) != shards)), f"{world} shards"
         if strangers:
             raise ConfigError(
-                f"input_hash_size {self._size} is not the marker's: {strangers} of its raw ids would belong to another "
-                f"of the {parts}",
+                f"by input_hash_size {self._size}, {strangers} raw ids of the marker belong to another of its {parts} "
+                "than the one that holds them",
                 hint="pass the input_hash_size of the trainer's managed collision module",
                 table=table,
             )
