@@ -74,7 +74,7 @@ class StreamCheckpointer:
             markers wait for this call, no marker is cut.
 
     Raises:
-        UnsupportedError: the model holds something that cannot be captured exactly; names it.
+        UnsupportedError: the model holds something that cannot be captured exactly; the error names it.
         ConfigError: the configuration is wrong.
         LogUnavailableError: the log does not answer.
         StoreUnavailableError: the store does not answer, or does not accept our login.
@@ -219,17 +219,17 @@ class StreamCheckpointer:
         Raises:
             MarkerNotFoundError: ``marker`` is not committed; or no marker is, and changes are declared, or an import or
                 a warm start has begun in this log.
-            SchemaMismatchError: tables or dense state differ from the model's, and the difference was not declared;
-                names all differences, and the ``Changes`` that accept them.
-            ChangesError: declarations in ``changes`` are wrong; names all of them.
-            UnsupportedError: a declared change cannot be made exactly; names the table.
+            SchemaMismatchError: tables or dense state differ from the model's, and the difference was not declared; the
+                error names all differences, and the ``Changes`` that accept them.
+            ChangesError: declarations in ``changes`` are wrong; the error names all of them.
+            UnsupportedError: a declared change cannot be made exactly; the error names the table.
             ColumnResplitError: see ``StreamConfig.on_column_resplit``.
-            CorruptionError: bytes that the marker needs are damaged or missing; says where. Without ``marker``: the
-                newest marker and ``StreamConfig.max_fallback`` older ones are damaged.
+            CorruptionError: bytes that the marker needs are damaged or missing; the error names the place. Without
+                ``marker``: the newest marker and ``StreamConfig.max_fallback`` older ones are damaged.
             ConfigError: ``StreamConfig.fresh`` is set and a marker is named or changes are declared.
-            TrimmedError: the bytes were trimmed on purpose; says which store holds them.
-            ProofMismatchError: (without ``accept_unproved``) rows differ from those in the tables at a cut; names them.
-                No older marker is tried, because it may have lost the same rows.
+            TrimmedError: the bytes were trimmed on purpose; the error names the store that holds them.
+            ProofMismatchError: (without ``accept_unproved``) rows differ from those in the tables at a cut; the
+                error names them. No older marker is tried, because it may have lost the same rows.
         """
         self._check_open(restoring=True)
         wanted = chosen(self._team, self._job, marker, best)
@@ -248,8 +248,8 @@ class StreamCheckpointer:
 
         Args:
             source: The other job's marker; a string as ``URI`` or ``URI@GENERATION:MARKER``.
-            changes: Differences of this model from the marker's, as of :meth:`restore`.
-            accept_unproved: As of :meth:`restore`.
+            changes: Differences of this model from the marker's, as in :meth:`restore`.
+            accept_unproved: As in :meth:`restore`.
 
         Returns:
             The restored state; ``origin`` names the source, one log or two, if it is a marker of the other job.
@@ -273,7 +273,7 @@ class StreamCheckpointer:
 
         Args:
             takeover: Condition of the takeover; default: 60 s without a sign of life.
-            accept_unproved: As of :meth:`restore`.
+            accept_unproved: As in :meth:`restore`.
 
         Returns:
             The state that was taken over; None if nothing was ever committed.

@@ -17,7 +17,7 @@ def init_ranks(backend: str = "gloo") -> tuple[int, int]:
     Call ``torch.distributed.destroy_process_group()`` at the end of the script.
 
     Args:
-        backend: As of ``torch.distributed.init_process_group``.
+        backend: As in ``torch.distributed.init_process_group``.
 
     Returns:
         The rank of this process, and the number of ranks.

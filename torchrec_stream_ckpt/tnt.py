@@ -48,7 +48,7 @@ def unit_state(unit: Any, model: nn.Module, *, but: Collection[str] = ()) -> dic
             rank belongs into ``stateful_per_rank``.
 
     Raises:
-        ConfigError: the unit tracks something else that has state; names it.
+        ConfigError: the unit tracks something else that has state; the error names it.
     """
     state = {**unit.tracked_progress()}
     state |= {f"schedule_{name}": schedule for name, schedule in unit.tracked_lr_schedulers().items()}

@@ -31,7 +31,7 @@ def test_any_marker_beside_incrcp_and_naive() -> None:
     whole = [row[state]["50"]["whole_naive_ratio"] for row in rows for state in ("warm", "cold")]
     said = {
         r"that of marker 50 at ([\d.]+) times their speed, cold ([\d.]+) times": whole[:2],
-        r"As a whole IncrCP is ahead of it warm \(([\d.]+) times\), no longer cold \(([\d.]+) times\)": whole[2:],
+        r"faster warm \(([\d.]+) times their speed\), more slowly cold \(([\d.]+) times\)": whole[2:],
     }
     check_sentences("docs/store.md", said)
 

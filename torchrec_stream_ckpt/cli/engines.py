@@ -40,7 +40,7 @@ def opened_engine(
         access: The options of log and store.
 
     Raises:
-        ConfigError, EngineUnavailableError: as of :meth:`EngineName.open`.
+        ConfigError, EngineUnavailableError: as in :meth:`EngineName.open`.
         StoreUnavailableError: the store does not accept the probe by which workers of other hosts recognize it.
     """
     objects, incarnation, probe = here.objects, None, None

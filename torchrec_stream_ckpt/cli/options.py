@@ -137,7 +137,7 @@ class JobOptions(Access):
     store: Store = None
 
     def open(self, *, warn: bool = True) -> AbstractContextManager[Job]:
-        """Open the job's log, read as of now; ``warn`` as of ``open_job``."""
+        """Open the job's log, read as of now; ``warn`` as in ``open_job``."""
         return self.open_job(self.uri, self.store, warn=warn)
 
 

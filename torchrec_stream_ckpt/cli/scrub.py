@@ -43,7 +43,7 @@ def scrub_store(
     access: Access,
     uri: Annotated[
         str | None,
-        typer.Argument(help="The job's log, as of the other verbs.", metavar="URI"),
+        typer.Argument(help="The job's log, as for the other verbs.", metavar="URI"),
     ] = None,
     store: Store = None,
     no_log: Annotated[

@@ -43,7 +43,7 @@ def namings(notes: Iterable[Mapping[MarkerId, Meta]]) -> dict[str, Naming]:
 
 
 def aliases(*notes: Mapping[MarkerId, Meta]) -> dict[str, MarkerId]:
-    """Return the marker that has each name; arguments as of :func:`namings`."""
+    """Return the marker that has each name; arguments as in :func:`namings`."""
     return {name: said.marker for name, said in sorted(namings(notes).items()) if not said.is_removed}
 
 

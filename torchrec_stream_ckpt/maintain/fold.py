@@ -159,7 +159,7 @@ def begin_fold(
         Writer whose ``finish`` returns the segments once all of them are written.
 
     Raises:
-        CorruptionError: the log is damaged, incomplete, or of another job or schema; names the place.
+        CorruptionError: the log is damaged, incomplete, or of another job or schema; the error names the place.
         StoreUnavailableError: a segment was not written.
     """
     schema = interval.claim.schema
@@ -201,7 +201,7 @@ class IntervalFrames:
         """Yield header, payload and rows of each frame, which the caller may keep; None if it has no rows.
 
         Raises:
-            CorruptionError: the log is damaged, incomplete, or of another job or schema; names the place.
+            CorruptionError: the log is damaged, incomplete, or of another job or schema; the error names the place.
             LogUnavailableError: the log does not answer.
         """
         interval, shards, mark = self._interval, self._given, None

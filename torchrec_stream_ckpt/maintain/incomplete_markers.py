@@ -60,7 +60,7 @@ def put_claim(objects: Objects, lineage: Lineage, commit: Commit) -> None:
 
     Raises:
         OtherLogError: the store has the CLAIM of another history.
-        CorruptionError: the CLAIM in the store is damaged; names it.
+        CorruptionError: the CLAIM in the store is damaged; the error names it.
         StoreUnavailableError: the CLAIM was not written.
     """
     claim, name = lineage.claims[commit.generation], claim_name(commit.job, commit.generation)

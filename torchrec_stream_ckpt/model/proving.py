@@ -306,7 +306,7 @@ class CopiedRows:
 
 
 def _summed(piece: BlockRows, sections: Iterable[torch.Tensor], *, in_place: bool = False) -> Digests:
-    """Return the digests of the rows of a piece, given for each of its sections; ``in_place`` as of :class:`_Rows`."""
+    """Return the digests of the rows of a piece, given for each of its sections; ``in_place`` as in :class:`_Rows`."""
     columns = [
         _Rows(piece, number, number > 0 and rows.dim() == 1, _bits(rows), in_place).digests()
         for number, rows in enumerate(sections)

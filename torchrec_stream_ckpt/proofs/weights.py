@@ -79,7 +79,7 @@ class WeightProof:
         return plain_sums(weights, 0, weights.shape[1])
 
     def compare_sums(self, table: TableSpec, row0: int, rows: int, sums: SumsOf) -> Compared:
-        """Compare rows by their numbers. Arguments as of :meth:`compare`."""
+        """Compare rows by their numbers. Arguments as in :meth:`compare`."""
         checked, found, total = 0, [], table.rows * table.dim
         for blocks, expected in self._parts(table, row0, rows):
             ends = np.minimum((blocks + 1) * BLOCK_ROWS, table.rows)

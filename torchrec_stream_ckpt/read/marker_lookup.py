@@ -21,7 +21,7 @@ from torchrec_stream_ckpt.util.uris import check_store_url, parse_uri
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A job, and the settings that open it, as of ``StreamConfig``."""
+    """A job, and the settings that open it, as in ``StreamConfig``."""
 
     uri: str | Sequence[str]
     store: str | None = None

@@ -525,7 +525,7 @@ class Session:
         return None
 
     def _prepare(self, route: Route, changes: Changes | None, *, again: bool) -> Attempt:
-        """(all ranks) Compare a marker with this job, and plan how to read it; ``again`` as of :func:`evolved`."""
+        """(all ranks) Compare a marker with this job, and plan how to read it; ``again`` as in :func:`evolved`."""
         merge = self._config.on_column_resplit == "merge"
         here = self._team.gather(self._dense.live.collisions)
         saved, model = self._compare(route, changes, here)

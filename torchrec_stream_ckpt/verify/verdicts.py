@@ -114,7 +114,7 @@ def dense_of(
         compare_dense: Compares dense state. None to compare nothing.
 
     Raises:
-        CorruptionError: an entry differs from the cut; names it, and the rank that proved it.
+        CorruptionError: an entry differs from the cut; the error names it, and the rank that proved it.
     """
     proof = said.proof if said is not None and said.proof is not None and said.proof.replicated else None
     if compare_dense is None or (proof is None and not proofs):

@@ -587,7 +587,7 @@ def follow(
 
     Args:
         uri: ``file://DIR``, ``kafka://HOST:PORT/JOB`` or ``s3://BUCKET/PREFIX``. The log need not exist yet.
-        store: The job's store, as of ``StreamConfig``. None: the place that the job has recorded.
+        store: The job's store, as in ``StreamConfig``. None: the place that the job has recorded.
         mode: ``markers``: after each update the tables are those of a committed marker, bit for bit. ``rows``: rows as
             they are sent, including rows that no marker has yet and that may never be in one (read uncommitted).
         tables: Globs of the wanted tables, such as ``sparse.ebc.t_*``.
@@ -598,9 +598,9 @@ def follow(
         at_change: Action if the job continues with a changed model: ``load`` every row of the new tables at the first
             marker of its generation, or ``stop`` with :class:`SchemaMismatchError`.
         scratch: A folder for rows that only the log has, while they are handed out; default: the system's folder.
-        store_options: As of ``StreamConfig``.
-        kafka_options: As of ``StreamConfig``.
-        commit_key_file: As of ``StreamConfig``.
+        store_options: As in ``StreamConfig``.
+        kafka_options: As in ``StreamConfig``.
+        commit_key_file: As in ``StreamConfig``.
 
     Raises:
         ConfigError: the URI, the store or an option is wrong.

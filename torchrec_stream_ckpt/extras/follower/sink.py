@@ -146,7 +146,7 @@ class Feed:
         """Yield each update once it is in the sink.
 
         Args:
-            timeout_s, once, until_closed: As of :meth:`Follower.updates`.
+            timeout_s, once, until_closed: As in :meth:`Follower.updates`.
 
         Raises:
             ProofMismatchError: rows in the sink differ from a proof, also after all of them were written again.

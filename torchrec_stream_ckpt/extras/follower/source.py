@@ -63,7 +63,7 @@ class FollowedJob:
     Args:
         uri: The job's log.
         store: Its store; None: the place where the job kept the marker, otherwise inside the file log.
-        store_options, kafka_options, commit_key_file: As of ``StreamConfig``.
+        store_options, kafka_options, commit_key_file: As in ``StreamConfig``.
         tables: Globs of the wanted tables.
         states: Whether optimizer states are wanted.
         scratch: A folder with room for rows that only the log has; None: the system's folder.

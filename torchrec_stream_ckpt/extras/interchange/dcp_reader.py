@@ -68,9 +68,9 @@ class StreamReader(StorageReader):
         model_key: Key of the model in the state dict that is loaded, such as ``model`` for
             ``{"model": dmp.state_dict()}``; empty if its entries are at the top.
         optimizer_key: Key of the optimizer.
-        store_options: Options of the store's client, as of :class:`StreamConfig`.
-        kafka_options: Options of Kafka's client, as of :class:`StreamConfig`.
-        commit_key_file: The job's commit key, as of :class:`StreamConfig`.
+        store_options: Options of the store's client, as in :class:`StreamConfig`.
+        kafka_options: Options of Kafka's client, as in :class:`StreamConfig`.
+        commit_key_file: The job's commit key, as in :class:`StreamConfig`.
 
     Raises:
         ConfigError: one of these arguments is not valid.

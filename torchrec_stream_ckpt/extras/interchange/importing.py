@@ -66,9 +66,9 @@ class IntoModel:
             states: Names of the states that it has of dense optimizers, by parameter.
 
         Raises:
-            ChangesError: declarations are wrong; names all of them.
-            SchemaMismatchError: something differs that was not declared; names all differences, and the declarations
-                that accept them.
+            ChangesError: declarations are wrong; the error names all of them.
+            SchemaMismatchError: something differs that was not declared; the error names all differences, and the
+                declarations that accept them.
             ConfigError: all names of the checkpoint have another prefix than those of the model.
         """
         self._check_prefix(held)

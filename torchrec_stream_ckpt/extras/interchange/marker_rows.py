@@ -59,9 +59,9 @@ def open_marker(
         marker: Its name, in any form that ``restore()`` accepts; ``latest``: the newest one that is complete, judging
             by names and directories.
         store: The job's store; None: the place where the job keeps it.
-        store_options: Options of the store's client, as of :class:`StreamConfig`.
-        kafka_options: Options of Kafka's client, as of :class:`StreamConfig`.
-        commit_key_file: The job's commit key, as of :class:`StreamConfig`.
+        store_options: Options of the store's client, as in :class:`StreamConfig`.
+        kafka_options: Options of Kafka's client, as in :class:`StreamConfig`.
+        commit_key_file: The job's commit key, as in :class:`StreamConfig`.
         scratch: A folder with room for rows that only the log has; None: the system's folder.
 
     Raises:

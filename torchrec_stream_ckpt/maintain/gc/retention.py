@@ -153,7 +153,7 @@ class Retention:
     want it back, so it does not matter how often the rules are applied.
 
     Raises:
-        ConfigError: a value is invalid; names it.
+        ConfigError: a value is invalid; the error names it.
     """
 
     keep_all_for: float | str | None = None

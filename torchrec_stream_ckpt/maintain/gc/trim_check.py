@@ -55,7 +55,7 @@ def check_synced(
 
     Raises:
         MarkerNotFoundError: ``upto`` is not in the store, or was given up.
-        CorruptionError: a marker would be lost; names it and the part that the store lacks.
+        CorruptionError: a marker would be lost; the error names it and the part that the store lacks.
         StoreUnavailableError: the store does not answer.
     """
     catalog, lineage = holdings.catalog, holdings.lineage
