@@ -23,7 +23,7 @@ STEPS = {
     "auto, max_overhead 1%": '`drain_every="auto"`, `max_overhead=0.01`, buffered',
     "auto, max_overhead 1%, direct": '`drain_every="auto"`, `max_overhead=0.01`',
 }
-"""What the variants of ``step_time`` are called; past the page cache, unless they are buffered."""
+"""Names of the variants of ``step_time``; with direct writes, unless they are buffered."""
 JOBS = {
     "thesis, 1 rank": "1-rank",
     "thesis, 2 ranks": "2-ranks",

@@ -9,7 +9,7 @@ stream has anything left to send. ``ratio`` of a variant is the median, over rou
 and all that it took is sent, divided by the block time of ``off`` in the same round. ``off again`` is a second ``off``:
 the noise. ``trains`` leaves the rest that is sent after the block out: it holds where a core is free. ``cpu`` is the
 ratio of the training thread's CPU time, which says less of what else runs on the machine; ``all cpu`` that of all
-threads of rank 0's process, until all is sent. ``direct``: the log past the page cache, the default; the others write
+threads of rank 0's process, until all is sent. ``direct``: direct writes of the log, the default; the others write
 it buffered.
 """
 

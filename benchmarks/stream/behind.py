@@ -1,4 +1,4 @@
-"""What a log past the page cache costs readers on the same host: a stream with a reader behind it, paired, interleaved.
+"""The cost of direct writes for readers on the same host: a stream and a reader that follows it, paired, interleaved.
 
     python benchmarks/stream/behind.py [--megabytes 512] [--rounds 5] [--batch 40] [--pause 0.1] [--out FILE.json]
 

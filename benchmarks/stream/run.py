@@ -8,7 +8,7 @@ numbers, chains and checksums them and hands them to the log.
 ``file``   raw: the same buffers by ``writev`` into one file, ``fdatasync`` every 64 of them (as many as the publisher
            makes durable at once) on a thread of its own, while the next are written, as ours does; ``raw, in turn``
            syncs in between. ``file, without fsync``: nobody syncs
-           ``direct``: past the page cache (``log_writes="direct"``); ``raw, direct`` are buffers of as many whole
+           ``direct``: direct writes (``log_writes="direct"``); ``raw, direct`` are buffers of as many whole
            blocks, at pages, by ``pwritev`` with O_DIRECT. ``checksum from the gather``: the payloads' checksums are
            known when a frame is submitted, as the native kernel gives them to a trainer
            Before each of them as many bytes are written and removed, so that all find page cache at hand: a virtual

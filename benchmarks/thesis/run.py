@@ -15,7 +15,7 @@ rank, gloo.
 ``ours``         a buffered log, one drain and one marker a checkpoint, a ring that holds a checkpoint; as with the
                  thesis, the state that a run begins with has been sent before the clock is started (``base`` says how
                  long that takes)
-``ours, direct`` (with ``--direct``) the same with a log that is written past the page cache, as by default
+``ours, direct`` (with ``--direct``) the same with direct writes of the log, as by default
 
 The point ``every 1, without fsync`` has all of them with no fsync at all, in the same rounds. With ``--each-step`` the
 point ``every 1, each step`` has the thesis and ours as they stream the rows of each step; in the others both drain once
@@ -290,7 +290,7 @@ def main() -> None:
     parser.add_argument("--ids", type=at_least(1), default=100, help="a lookup of synthetic (default: %(default)s)")
     parser.add_argument("--log", choices=("file", "kafka"), default="file", help="of the thesis' chunks and of ours")
     parser.add_argument("--each-step", action="store_true", help="also stream each step, a checkpoint every epoch")
-    parser.add_argument("--direct", action="store_true", help="also write our log past the page cache")
+    parser.add_argument("--direct", action="store_true", help="also time ours with direct writes of the log")
     parser.add_argument("--every", type=int, nargs="+", choices=EVERY, default=list(EVERY), help="epochs a checkpoint")
     parser.add_argument("--runs-only", action="store_true", help="no recoveries")
     add_fsync(parser)

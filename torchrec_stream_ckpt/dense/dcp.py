@@ -123,7 +123,7 @@ def save_together(
         state: This rank's part.
         path: Directory of the files.
         group: The ranks. None if this process alone has all of the state.
-        direct: True to write past the page cache.
+        direct: True to use direct writes.
     """
     writer = _Writer(path, direct=direct)
     with _as_error(), _without_ranks() if group is None else contextlib.nullcontext():

@@ -282,7 +282,7 @@ class DenseState:
             staged: The result.
             path: Directory of the files.
             marker: The marker.
-            direct: True to write past the page cache.
+            direct: True to use direct writes.
 
         Returns:
             The files that this rank wrote, now durable.

@@ -1,4 +1,4 @@
-"""Write a file of a marker's dense state: hashed as it is written, and past the page cache where the disk allows it.
+"""Write a file of a marker's dense state: hashed as it is written, and by direct writes if the disk allows them.
 
 Data in fresh pages of the page cache, read from there again for a digest, costs more CPU time than its SHA-256.
 """
@@ -32,7 +32,7 @@ class HashedFile(io.BufferedIOBase):
 
     Args:
         path: Path of the file.
-        direct: True to write past the page cache. A file system that refuses that gets the same bytes through it.
+        direct: True to bypass the page cache. A file system that refuses that gets the same bytes through it.
     """
 
     def __init__(self, path: Path, *, direct: bool) -> None:
@@ -111,7 +111,7 @@ class HashedFile(io.BufferedIOBase):
         self._written += len(data)
 
     def _put_blocks(self, piece: memoryview) -> None:
-        """Write a piece past the page cache, or what cannot be written so through it."""
+        """Write the blocks of a piece directly, and the rest through the page cache."""
         rest, refusal = [piece], None
         if self._written % BLOCK:
             self._direct = False
@@ -136,7 +136,7 @@ class HashedFile(io.BufferedIOBase):
         write_all(self._fd, parts)
 
     def _pass_cache(self, passes: bool) -> None:
-        """Write past the page cache from here on, or through it. The path is not opened again: it may be another's."""
+        """Bypass the page cache from here on, or write through it. Does not open the path, which may be another's."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         wanted = flags | os.O_DIRECT if passes else flags & ~os.O_DIRECT
         if wanted != flags:

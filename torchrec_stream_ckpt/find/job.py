@@ -424,7 +424,7 @@ class Tier(Job):
 
     @property
     def dense_direct(self) -> bool:
-        """True to write dense state past the page cache. An object store's files are read again, to be put there."""
+        """True to use direct writes for dense state. An object store's files are read again, to be put there."""
         return self.config.log_writes == "direct" and self.dense.folder is not None
 
 

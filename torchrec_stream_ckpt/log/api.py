@@ -205,7 +205,7 @@ class Log(LogReader, Protocol):
         """
 
     def takes_blocks(self) -> bool:
-        """(rank 0) Return whether writers write past the page cache, so that frames should lie at blocks.
+        """(rank 0) Return whether writers use direct writes, so that frames should be aligned to blocks.
 
         Raises:
             LogUnavailableError: the log does not answer.
@@ -350,7 +350,7 @@ def open_log(uri: str, options: Options = None, *, direct: bool = False) -> Log:
         uri: ``file://DIR``, ``kafka://BROKERS/JOB`` or ``s3://BUCKET/PREFIX``.
         options: Kafka client settings (security included), or settings of the object store; or a file of ``key=value``
             lines.
-        direct: Its writers write files past the page cache, if the file system can.
+        direct: Its writers use direct writes, if the file system can.
     """
     parsed = parse_uri(uri)
     if isinstance(parsed, BucketUri):

@@ -1,4 +1,4 @@
-"""Writes past the page cache (O_DIRECT): whether a folder takes them, and the writes themselves.
+"""Direct writes, which bypass the page cache (O_DIRECT): whether a folder takes them, and the writes themselves.
 
 Data in fresh pages of the page cache costs more CPU time than everything else that the publisher does
 (docs/performance.md). A direct write needs a file offset, memory addresses and lengths that are multiples of a block.
@@ -26,8 +26,9 @@ DIRECT = "direct"
 BUFFERED = "buffered"
 _IN_MEMORY = ("tmpfs", "ramfs")
 REFUSALS = (errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Errors of a file system that cannot write past the page cache, if it then takes the same bytes through it. All others
-are those of any write. Before a limit on file sizes (RLIMIT_FSIZE) that ends inside a block, ext4 gives EINVAL too."""
+"""Errors of a file system without direct writes, if it then takes the same bytes through the page cache. All
+other errors are those of any write. If a limit on file sizes (RLIMIT_FSIZE) ends inside a block, ext4 returns EINVAL
+too."""
 
 
 def in_memory(folder: Path) -> str:
@@ -38,7 +39,7 @@ def in_memory(folder: Path) -> str:
 
 
 def refusal(folder: Path) -> str:
-    """Return why files in an existing folder cannot be written past the page cache. Empty if they can.
+    """Return why files in an existing folder cannot get direct writes. Empty if they can.
 
     Writes one block into a file and deletes it.
 

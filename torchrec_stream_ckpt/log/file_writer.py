@@ -36,7 +36,7 @@ class FileWriter:
         generation: Generation of the stream.
         resume_at: Offset of the first frame.
         again: True if the stream may have segments already.
-        direct: Write past the page cache what lies at blocks, if the file system can.
+        direct: Bypass the page cache for whole blocks, if the file system can.
     """
 
     def __init__(self, folder: Path, generation: int, resume_at: int, *, again: bool, direct: bool = False) -> None:
@@ -181,7 +181,7 @@ class FileWriter:
         return not self._direct or written % BLOCK == 0 or written >= _LONGEST * SEGMENT_BYTES
 
     def _append(self, parts: list[memoryview]) -> None:
-        """Write all bytes of the frames, past the page cache where that is possible."""
+        """Write all bytes of the frames, with direct writes if possible."""
         if not self._direct:
             write_all(self._fd, parts)
             return

@@ -68,7 +68,7 @@ class Publisher:
     Args:
         open_writer: Opens the log's writer. The argument is the end of the acknowledged bytes.
         ring: Ring that buffers are returned to.
-        aligned: Pad large frames to blocks, so that the log can write them past the page cache. The generation's CLAIM
+        aligned: Pad large frames to blocks, so that the log can use direct writes. The generation's CLAIM
             must announce it.
     """
 
@@ -83,7 +83,7 @@ class Publisher:
         """Set once acknowledged frames are lost. The stream is then over, and submitted frames are dropped."""
         self._aligned = aligned
         self._origin: int | None = 0
-        """Offset from which blocks count. None while the log cannot write past the page cache."""
+        """Offset from which blocks count. None while the log does not use direct writes."""
         self.writes = ""
         """Way in which the log writes, in words. Empty until it is open."""
         self._queue: deque[tuple[FrameBuffer, _Totals]] = deque()

@@ -32,7 +32,7 @@ _OLD_S = 60.0
 _MAX_KEPT = 2**22
 """Limit of names kept, over all folders: 64 MB."""
 _LARGE_BYTES = 2**21
-"""Bytes from which on a segment is mapped by large pages. Frames that were written past the page cache are then read
+"""Bytes from which on a segment is mapped by large pages. Frames that bypassed the page cache are then read
 from the disk into large pages, and ahead. Into small ones that takes three times the CPU time, and so does each later
 read of them."""
 

@@ -262,7 +262,7 @@ class Coordinator:
         again: (rank 0) Finds rows that must be sent again.
         pins: (rank 0) Store that keeps the pins of markers.
         heard: (rank 0) Called on the outcome thread with each valid COMMIT.
-        direct: True to write the dense state past the page cache.
+        direct: True to use direct writes for the dense state.
     """
 
     def __init__(

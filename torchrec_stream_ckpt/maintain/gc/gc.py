@@ -75,7 +75,7 @@ class GcRules:
     compact: bool = False
     """Merge the intervals between two kept markers, so that markers dropped between them can be deleted."""
     give_up: Mapping[MarkerId, str] | None = None
-    """Markers that a person gives up regardless of the retention, each with the reason. None if there are none."""
+    """Markers that the user gives up regardless of the retention, each with the reason. None if there are none."""
 
     @property
     def keeps_all(self) -> bool:
@@ -282,11 +282,11 @@ def collect(
         objects: The store.
         lineage: The control partition; None as for :func:`take_inventory`.
         job: The job.
-        rules: Rules for what may be deleted. Without any rule of retention, only markers that a person gives up.
+        rules: Rules for what may be deleted. Without any rule of retention, only markers that the user gives up.
         pool: Threads that read and delete.
         clocks: Reads the clocks, by default those of this host and of the store. Called again after the merges, which
             may take hours: the grace period of the objects that they replace begins when they are done.
-        why_not: Returns why nothing brings back a marker that a person gives up. Called right before it is given up. If
+        why_not: Returns why nothing restores a marker that the user gives up. Called right before it is given up. If
             the marker can be restored by now, it stays. None to skip this check.
 
     Raises:

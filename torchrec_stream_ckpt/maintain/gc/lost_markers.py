@@ -1,4 +1,4 @@
-"""Markers that a person gives up by name: lost ones, or others only if the person insists."""
+"""Markers that the user gives up by name: lost ones, or with ``--force`` others."""
 
 from __future__ import annotations
 

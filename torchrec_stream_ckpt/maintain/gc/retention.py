@@ -44,9 +44,9 @@ class GcPlan:
     damaged: tuple[str, ...] = ()
     """Unreadable folds that replace objects not needed otherwise, with the reason. A dry run does not check this."""
     by_hand: tuple[str, ...] = ()
-    """Markers that a person gives up, each with the reason."""
+    """Markers that the user gives up, each with the reason."""
     came_back: tuple[MarkerId, ...] = ()
-    """Markers that a person gave up, but that could be restored again when their turn came. They are kept."""
+    """Markers that the user gave up, but that could be restored again at their turn. They are kept."""
     unmerged: tuple[str, ...] = ()
     """Spans that could not be merged, each with the reason. The objects that they would replace are kept."""
     stands_still: str = ""
