@@ -12,6 +12,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import pickle
 import platform
 import random
 import runpy
@@ -30,6 +31,7 @@ from typing import Any
 import start
 import numpy as np
 import torch
+import torch.multiprocessing as mp
 from allocator import SETTING
 from device import finish_queued
 
@@ -420,6 +422,22 @@ def fresh_processes() -> Any:
     if context.get_start_method() == "forkserver":
         context.set_forkserver_preload(_IMPORTED)
     return context
+
+
+def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> Any:
+    """Run ``function(rank, *args)`` on new processes. Returns what rank 0 returns, of any size, once all have ended."""
+    how = fresh_processes().get_start_method()
+    with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
+        result = Path(folder) / "result"  # a pipe that nobody reads before the end holds 64 KiB
+        mp.start_processes(_rank, (dict(os.environ), result, function, *args), nprocs=world, start_method=how)
+        return pickle.loads(result.read_bytes())
+
+
+def _rank(rank: int, environment: dict[str, str], result: Path, function: Callable[..., Any], *args: Any) -> None:
+    os.environ |= environment
+    found = function(rank, *args)
+    if rank == 0:
+        result.write_bytes(pickle.dumps(found))
 
 
 def run_script(script: Path, *arguments: str) -> int:

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
-START = os.environ.get("BENCH_START", "spawn")
-"""How processes of a benchmark start: anew, or (``forkserver``, tests) from a server that has imported torch once."""
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 """Of the group that trains. What ranks tell each other beside, such as their times, goes over gloo."""
 
@@ -28,17 +23,6 @@ def _available(kind: str) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise argparse.ArgumentTypeError("torch finds no CUDA device here: use a Python with the CUDA stack on a GPU")
     return kind
-
-
-def start_ranks(function: Callable[..., Any], world: int, *args: Any) -> None:
-    """``function(rank, *args)`` on new processes; returns when all have ended."""
-    how = os.environ.get("BENCH_START", "spawn")  # ``--quick`` may have changed it
-    mp.start_processes(_with_environment, (dict(os.environ), function, *args), nprocs=world, start_method=how)
-
-
-def _with_environment(rank: int, environment: dict[str, str], function: Callable[..., None], *args: Any) -> None:
-    os.environ |= environment
-    function(rank, *args)
 
 
 def join(kind: str, file: Path, rank: int, world: int) -> torch.device:

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from at_hand import have_at_hand
 from cache import prepare
-from common import fresh_processes, timed
-from device import join, start_ranks
+from common import start_ranks, timed
+from device import join
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -161,11 +161,8 @@ def join_group(folder: Path, rank: int, world: int, device: str = "cpu") -> None
 
 def spread(body: Callable[..., Any], world: int, folder: Path, *args: Any, device: str = "cpu") -> Any:
     """Run ``body(*args)`` on ``world`` fresh ranks of one group; what rank 0 returns."""
-    context = fresh_processes()
-    results = context.SimpleQueue()
     (folder / f"group-{world}").unlink(missing_ok=True)
-    start_ranks(_rank, world, body, world, folder, device, args, results)
-    return results.get()
+    return start_ranks(_rank, world, body, world, folder, device, args)
 
 
 def first(
@@ -200,13 +197,10 @@ def largest(value: float) -> float:
     return float(found)
 
 
-def _rank(
-    rank: int, body: Callable[..., Any], world: int, folder: Path, device: str, args: tuple[Any, ...], results: Any
-) -> None:
+def _rank(rank: int, body: Callable[..., Any], world: int, folder: Path, device: str, args: tuple[Any, ...]) -> Any:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     join_group(folder, rank, world, device)
     result = body(*args)
-    if rank == 0:
-        results.put(result)
     dist.barrier()
     dist.destroy_process_group()
+    return result

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import os
 import statistics
 import sys
 import time
@@ -19,8 +18,8 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import at_least, fresh_processes  # noqa: E402
-from device import add_device, finish_queued, join, start_ranks  # noqa: E402
+from common import at_least, start_ranks  # noqa: E402
+from device import add_device, finish_queued, join  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
 from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
@@ -235,22 +234,17 @@ def spawn(ranks: int, function: Callable[..., Any], shape: Shape, *args: Any) ->
     """What rank 0 of ``function(rank, ranks, shape, *args)`` returns, on N new processes of one thread each."""
     import tempfile
 
-    results = fresh_processes().SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="scale-group-") as group:
-        start_ranks(_rank_main, ranks, ranks, group, results, function, shape, args)
-        return results.get()
+        return start_ranks(_rank_main, ranks, ranks, group, function, shape, args)
 
 
-def _rank_main(
-    rank: int, ranks: int, group: str, results: Any, function: Callable[..., Any], shape: Shape, args: Any
-) -> None:
+def _rank_main(rank: int, ranks: int, group: str, function: Callable[..., Any], shape: Shape, args: Any) -> Any:
     torch.set_num_threads(1)
     join(shape.device, Path(group) / "group", rank, ranks)
     value = function(rank, ranks, shape, *args)
-    if rank == 0:
-        results.put(value)
     dist.barrier()
-    os._exit(0)
+    dist.destroy_process_group()
+    return value
 
 
 def options() -> argparse.ArgumentParser:

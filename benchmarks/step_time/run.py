@@ -32,9 +32,9 @@ sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2
 import start  # noqa: E402, F401
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
-from common import at_least, fresh_processes, machine, parse, refuse_small_machine  # noqa: E402
+from common import at_least, machine, parse, refuse_small_machine, start_ranks  # noqa: E402
 from data import CRITEO_ROWS  # noqa: E402
-from device import add_device, finish_queued, join, start_ranks  # noqa: E402
+from device import add_device, finish_queued, join  # noqa: E402
 from holes import punch  # noqa: E402
 
 from tests.inside import inside  # noqa: E402
@@ -135,7 +135,7 @@ class Job:
         return self.checkpointer.stats().markers_committed if self.checkpointer is not None else 0
 
 
-def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> None:
+def _rank(rank: int, args: argparse.Namespace, scratch: str) -> dict[str, Any]:
     from torchrec_stream_ckpt.recipes import train_dlrm as recipe
 
     torch.set_num_threads(1)
@@ -164,18 +164,15 @@ def _rank(rank: int, args: argparse.Namespace, scratch: str, results: Any) -> No
             dist.barrier()
         if rank == 0:
             print(f"round {done + 1} of {args.rounds}", file=sys.stderr, flush=True)
-    if rank == 0:
-        results.put(
-            {
-                name: (job.blocks_s, job.caught_up_s, job.cpu_s, job.all_cpu_s, job.num_bytes, job.markers)
-                for name, job in jobs.items()
-            }
-        )
     for job in jobs.values():
         if job.checkpointer is not None:
             job.checkpointer.close()
     dist.barrier()
-    os._exit(0)
+    dist.destroy_process_group()
+    return {
+        name: (job.blocks_s, job.caught_up_s, job.cpu_s, job.all_cpu_s, job.num_bytes, job.markers)
+        for name, job in jobs.items()
+    }
 
 
 def _job(
@@ -221,10 +218,8 @@ def main() -> None:
     memory = (2 << 30) + len(args.variants) * (memory_bytes + (1 << 28))
     refuse_small_machine("step_time", args, what, memory=memory, disk=room)
     here = machine()
-    results = fresh_processes().SimpleQueue()
     with tempfile.TemporaryDirectory(prefix="step-time-", dir=os.environ.get("BENCH_DIR")) as scratch:
-        start_ranks(_rank, args.ranks, args, scratch, results)
-        blocks = results.get()
+        blocks = start_ranks(_rank, args.ranks, args, scratch)
     report = {
         "case": "step_time",
         "date": time.strftime("%Y-%m-%d"),

@@ -15,6 +15,27 @@ WAYS = ("pickle", "np.save", "np.memmap")
 NEW_NODES = ("a new node", "standing by")
 
 
+LARGE_RESULT = """
+import os, sys
+sys.path.insert(0, "benchmarks")
+os.environ["BENCH_START"] = "forkserver"
+from common import start_ranks
+
+def body(rank, num_bytes):
+    return bytes([rank + 1]) * num_bytes
+
+if __name__ == "__main__":
+    assert start_ranks(body, 2, 1 << 20) == b"\\1" * (1 << 20)
+"""
+
+
+def test_the_first_rank_may_return_more_than_a_pipe_holds(tmp_path: Path) -> None:
+    script = tmp_path / "large_result.py"
+    script.write_text(LARGE_RESULT)
+    done = run_script(script)
+    assert done.returncode == 0, done.stderr
+
+
 def test_dense_state_of_two_ranks(tmp_path: Path) -> None:
     report = run("dense/run.py", "--quick", tmp_path)
     ways = {"torch.save, barrier", "VELOC-Single", "VELOC-Sharded", "ours"}
@@ -169,7 +190,7 @@ def test_each_way_restores_what_was_saved(tmp_path: Path) -> None:
 
 def test_steps_are_timed_with_and_without_a_stream(tmp_path: Path) -> None:
     report = run("step_time/run.py", "--quick", tmp_path)
-    assert len(report["variants"]) == 9
+    assert len(report["variants"]) == 10
     assert all(row["ratio_median_until_all_is_sent"] > 0 for row in report["variants"].values())
     assert all(row["steps"] == 2 and row["step_ms_median"] > 0 for row in report["variants"].values())
     assert report["variants"]["drain every step"]["megabytes_a_step"] > 0
