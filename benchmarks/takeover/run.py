@@ -68,6 +68,9 @@ class Ranks:
     def said(self, text: str) -> int:
         return self.output.read_text().count(text)
 
+    def markers(self) -> int:
+        return self.said("committed (step ")
+
     def time_of(self, step: int) -> float | None:
         lines = self.record.read_text().splitlines() if self.record.exists() else []
         found = [record["time_s"] for record in map(json.loads, lines) if record["step"] == step]
@@ -98,18 +101,18 @@ def one_round(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     try:
         trainer = Ranks(folder, "trainer", flags)
         jobs.append(trainer)
-        trainer.wait(lambda: trainer.said("committed") >= 1)
+        trainer.wait(lambda: trainer.markers() >= 1)
         spare = Ranks(folder, "spare", [*flags, "--standby", str(args.after_s)])
         jobs.append(spare)
         spare.wait(lambda: spare.said("standing by at marker") >= 1)
-        seen = trainer.said("committed")
-        trainer.wait(lambda: trainer.said("committed") >= seen + 3)
+        seen = trainer.markers()
+        trainer.wait(lambda: trainer.markers() >= seen + 3)
         died = trainer.kill()
         spare.wait(lambda: spare.time_of(1) is not None)
         restored, trained = spare.time_of(0), spare.time_of(1)
         assert restored is not None
         assert trained is not None
-        spare.wait(lambda: spare.said("committed") >= 1)
+        spare.wait(lambda: spare.markers() >= 1)
         begin = spare.kill()
         plain = Ranks(folder, "plain", flags)
         jobs.append(plain)
@@ -135,7 +138,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least(1), default=5)
     parser.add_argument("--after_s", type=float, default=3.0, help="silence after which the spare takes over")
     parser.add_argument("--out", type=Path)
-    args = parse(parser, rows=500, dim=8, rounds=1, after_s=1.0)
+    args = parse(parser, rows=500, dim=8, rounds=1)
     size = 8 * args.rows * (args.dim + 1) * 4
     refuse_small_machine("takeover", args, "four ranks, two logs", memory=(4 << 30) + 4 * size, disk=20 * size)
     rounds = []
