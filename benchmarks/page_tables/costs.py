@@ -232,7 +232,7 @@ def _restored(point: Point) -> Iterator[list[str]]:
     for base in ("dcp.load", MAPPED):
         if point.has(base) and point.has("ours, log"):
             speed = f"{point.ratios(base, 'ours, log')[0]:.2f} times as fast"
-            yield [f"restore of 1.3 GB from the log, next to {SHORT.get(base, code(base))}", speed]
+            yield [f"restore of 1.3 GB from the log, compared with {SHORT.get(base, code(base))}", speed]
 
 
 def _small_tables() -> Iterator[list[str]]:
@@ -245,7 +245,8 @@ def _small_tables() -> Iterator[list[str]]:
                 found.setdefault(base, []).append(point.ratios(base, "ours, log")[0])
     for base, each in found.items():
         ends = dict.fromkeys(f"{end(each):.2f}" for end in (min, max))
-        yield [f"the same with small tables, two ranks, next to {SHORT.get(base, code(base))}", f"{' to '.join(ends)}"]
+        speeds = f"{' to '.join(ends)} times as fast"
+        yield [f"the same with small tables, two ranks, compared with {SHORT.get(base, code(base))}", speeds]
 
 
 def _stored() -> Sequence[float]:

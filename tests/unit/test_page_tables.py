@@ -239,7 +239,7 @@ def test_a_recovery_goal_of_another_form_is_not_dropped(filed: Any) -> None:
 def test_a_restore_stands_beside_the_fastest_way_that_the_result_has() -> None:
     found = Point("p", "ms", point(**{"dcp.load": 6.0, costs.MAPPED: 1.0, "ours, log": 2.0})["variants"])
     dcp, mapped = (
-        [f"restore of 1.3 GB from the log, next to {name}"] for name in ("`dcp.load`", "mapped `torch.load`")
+        [f"restore of 1.3 GB from the log, compared with {name}"] for name in ("`dcp.load`", "mapped `torch.load`")
     )
     assert list(costs._restored(found)) == [[*dcp, "3.00 times as fast"], [*mapped, "0.50 times as fast"]]
     older = Point("p", "ms", point(**{"dcp.load": 6.0, "ours, log": 2.0})["variants"])
