@@ -31,7 +31,7 @@ from torchrec_stream_ckpt import StreamCheckpointer, StreamConfig  # noqa: E402
 SHAPE = Shape(rows=(10_000,), dim=16)
 BAGS = 32
 STEPS_MS = {"thesis": 484.0, "criteo": 728.0}
-"""A step of the jobs of ``benchmarks/step_time`` on one rank of a Xeon, the shortest that was filed; three kernels."""
+"""A step of the jobs of ``benchmarks/step_time`` on one rank of a Xeon; three kernels."""
 KERNELS = 3
 MOST = 0.002
 

@@ -80,8 +80,9 @@ def test_what_stands_beside_a_bound_that_is_held() -> None:
     said = {
         r"steps below 100 ms alone have ([\d.]+)% on one rank and ([\d.]+)% on two": short,
         r"by the wall clock ([\d.]+)% on two ranks of two cores": longer(two, auto, "median"),
-        r"single rounds\s+with markers reach ([\d.]*\d)": [
-            one["marker every 10, direct"]["ratio_max_until_all_is_sent"]
+        r"single rounds reach ([\d.]+), with\s+markers ([\d.]*\d)": [
+            one["drain every step, direct"]["ratio_max_until_all_is_sent"],
+            one["marker every 10, direct"]["ratio_max_until_all_is_sent"],
         ],
         r"two ranks they take ([\d.]+)% longer, and ([\d.]+)% with a marker every 10;": [
             longer(two, f"{name}, direct", "median")[0] for name in ("drain every step", "marker every 10")

@@ -14,8 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from page_tables import cases, costs, goals, growth, results, store, thesis  # noqa: E402
-from page_tables.results import NotFiledError, Point, Result, newest  # noqa: E402
+from page_tables.papers import front  # noqa: E402
+from page_tables.results import NotFiledError, Point, Result, newest, of_machines  # noqa: E402
 from pages import lines, written  # noqa: E402
+
+from tests.unit.test_pages import check_sentences, kaggle  # noqa: E402
 
 MACHINE = {"cpu": "AMD EPYC", "cores": 2, "load_average": 0.5}
 PAGE = ROOT / "README.md"
@@ -280,3 +283,62 @@ def test_times_that_could_not_be_cold_say_why() -> None:
     assert store._times(row, "warm", "whole_ms") == "1"
     assert store._times(row, "cold", "whole_ms") == "not measured: 90% stays"
     assert store._spread([], "90% stays") == "not measured: 90% stays"
+
+
+def test_sentences_that_name_a_setting_of_the_filed_run() -> None:
+    def asked(result: Result, option: str) -> float:
+        return float(str(result.found["command"]).split(f"--{option} ")[1].split()[0])
+
+    jobs = [newest("step_time", job) for job in ("1-rank", "2-ranks", "criteo_1-rank", "criteo_2-ranks")]
+    assert {asked(result, "rounds") for result in jobs} == {5}
+    blocks = sorted(asked(result, "steps") for result in jobs)
+    (epyc,) = (each for each in of_machines("limits") if "EPYC" in each.cpu)
+    said = {
+        r"time of a block of (\d+) to (\d+) steps": [blocks[0], blocks[-1]],
+        r"in blocks of (\d+) s\. Markers": [asked(newest("bucket", "throttle"), "seconds")],
+    }
+    check_sentences("docs/performance.md", said)
+    copied = epyc.point("limits").median("copy, 1 thread")
+    check_sentences("benchmarks/marker/README.md", {r"EPYC, which copies at (\d+) GB/s": [copied]})
+
+
+def test_what_other_layouts_read_and_store() -> None:
+    layouts = kaggle("kaggle")["layouts"]
+    own, chain = (layouts[name]["restored"] for name in ("store, span4, rebase", "Check-N-Run"))
+    reads = r"our store reads ([\d.]+) and ([\d.]+) times as many rows at markers 50 and 150"
+    check_sentences("docs/papers/check_n_run.md", {reads: [own[at] / chain[at] for at in ("50", "150")]})
+    tenth = front("tenth")
+    base, others = tenth["base"], tenth["others"]
+    whole = base + others["Check-N-Run"]["stored"]
+    stored = [100 * (base + others[f"IncrCP, a base every {number}"]["stored"]) / whole for number in (50, 100)]
+    pattern = r"here (\d+)% with a base every 50 markers, (\d+)% with one every 100"
+    check_sentences("benchmarks/recovery/README.md", {pattern: stored})
+
+
+def test_followers_stand_beside_the_noise_of_the_trainer() -> None:
+    costs_of = newest("freshness", "costs")
+    trained = {log: costs_of.point(f"{log}: CPU of the trainer, a step").variants for log in ("file", "kafka")}
+    noise = [1 / end - 1 for row in trained.values() for end in row["no follower, again"]["ratio_range"]]
+    more = [100 * (1 / trained["kafka"][name]["ratio"] - 1) for name in ("markers", "rows")]
+    said = {
+        r"differ by up to (\d+)% in one round": [100 * max(map(abs, noise))],
+        r"takes (\d+) to (\d+)% more with one": more,
+    }
+    check_sentences("benchmarks/freshness/README.md", said)
+
+
+def test_where_designs_of_others_cost_less() -> None:
+    added = {
+        (ranks, every): newest("thesis", "criteo").facts[f"criteo, {ranks}, every {every}: seconds added"]
+        for ranks in ("1 rank", "2 ranks")
+        for every in (1, 2, 3)
+    }
+    behind = [where for where, each in added.items() if each["thesis"] < each["ours"]]
+    assert behind == [("1 rank", 2), *(("2 ranks", every) for every in (1, 2, 3))]
+    for job in ("synthetic", "criteo"):
+        step = newest("thesis", f"parts-{job}").point("table 4.1").variants
+        low, high = step["none again"]["ratio_range"]
+        assert all(low < step[name]["ratio"] < high for name in ("thesis", "ours, marks alone"))
+    for ranks in ("1 rank", "2 ranks"):
+        blocked = newest("dense", f"weak-{ranks.replace(' ', '-')}").point(f"weak scaling, 100 MB, {ranks}, blocked")
+        assert max(blocked.median(f"VELOC-{way}") for way in ("Single", "Sharded")) < blocked.median("ours")
