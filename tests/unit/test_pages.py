@@ -152,7 +152,7 @@ def test_the_readme_has_its_figures_in_its_table_and_in_one_sentence() -> None:
     marker = newest("marker").point("table")
     dcp = min(marker.median(name) for name in marker.variants if name.startswith("dcp."))
     (found,) = re.findall(
-        r"pauses (\d+) ms for a marker of a job of 1\.3 GB; `dcp\.async_save` pauses it (\d+) ms", prose
+        r"pauses (\d+) ms for a marker that changes 1% of 1\.3 GB; `dcp\.async_save` pauses it (\d+) ms", prose
     )
     check(list(found), [marker.median("ours"), dcp])
 
