@@ -449,8 +449,8 @@ def test_the_command_writes_it(job: Job, server: RedisServer) -> None:
     with server.client() as client:
         assert client.hget("log:_state", "marker") == b"1:2"
     for more, said in {
-        ("--mode", "rows"): "--redis requires a follower",
-        ("--serve", "file:///x"): "two followers",
+        ("--mode", "rows"): "--redis requires --mode markers, got rows",
+        ("--serve", "file:///x"): "--serve and --redis exclude each other",
     }.items():
         failed = call(*arguments, *more)
         assert isinstance(failed.exception, ConfigError)
