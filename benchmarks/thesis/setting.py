@@ -45,7 +45,7 @@ class Setting:
     every: tuple[int, ...] = (1, 2, 3)
     """Epochs between two checkpoints, one for each point."""
     direct: bool = False
-    """Whether ours is also timed with direct writes of the log."""
+    """True if ours is also timed with direct writes of the log."""
 
 
 @dataclass(frozen=True)
