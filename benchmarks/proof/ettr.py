@@ -133,7 +133,8 @@ def filed_costs() -> dict[str, Any]:
     A rank holds 1.3 GB, of which 1% changes between two saves. Work of DCP beside training is not counted, ours is:
     its steps are those of a job with a marker every ten. A restart is a new process (``takeover``), with its restore
     replaced by that of this size (``restore``), all from the page cache. A save of the tracker's rows was not
-    measured: it counts the query of its ids, and 1% of ``torch.save``. Of DCP's ways to stage, the one that blocks least.
+    measured: it counts the query of its ids, and 1% of ``torch.save``. Of DCP's ways to stage, the one that blocks
+    least.
     """
     marker, took = newest("marker"), newest("takeover").found
     stall, durable = (
