@@ -18,6 +18,7 @@ TABLES: dict[str, Callable[..., Table]] = {
     "as-fast-as-naive": store.as_fast,
     "bucket-attach": bucket.attach,
     "bucket-commit": bucket.commit,
+    "bucket-small-ranks": bucket.small_ranks,
     "bucket-speed": bucket.speed,
     "bucket-throttle": bucket.throttle,
     "case-goals": cases.goals,

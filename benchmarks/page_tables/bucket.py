@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
+from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
+from torchrec_stream_ckpt.extras.sizing.requests import log_requests
+
+from .proof import planned
 from .results import Result, Table, newest, three
+
+SMALL = "plan --tables 26 --rows {} --dim {} --touched-rows-per-second {} --ranks {} --log bucket --marker-every-s 60"
+"""Jobs whose ranks send little; their commands stand on the page."""
+SMALL_JOBS = (("1e6", 32, 20_000), ("4e6", 64, 100_000))
+"""Rows of a table, their columns, changed rows a second."""
+SMALL_RANKS = (8, 64, 512)
 
 _WAYS = {"plain": "without a fault", "plain again": "the same again: the noise", "503": "503 SlowDown"}
 _ATTACH = "attach after "
@@ -51,6 +62,37 @@ def attach(page: Path) -> Table:
             row = [what, point.taken(what), str(facts["all"]), str(facts["in turn"]), which]
             found.append([*row, f"{sum(after.values())}: {_kinds(after)}"])
     return found
+
+
+def small_ranks(page: Path) -> Table:
+    """Return a row for each job and number of ranks: USD a month, whatever shares an object."""
+    found = [["job", "ranks", "sent a marker and rank", "whole bill", "of it the log"]]
+    found[0] += ["log, one PUT a rank and marker at the least", "log, grouped by nodes of 8 ranks"]
+    for rows, dim, changed in SMALL_JOBS:
+        for ranks in SMALL_RANKS:
+            bill = small_bill(rows, dim, changed, ranks)
+            name = f"{changed:,} rows/s, 26 tables of {rows} x {dim}" if ranks == SMALL_RANKS[0] else ""
+            usd = [f"{bill[each]:,.0f}" for each in ("whole", "log", "at least", "grouped")]
+            found.append([name, str(ranks), f"{three(bill['sent'] / 1e6)} MB", *usd])
+    return found
+
+
+def small_bill(rows: str, dim: int, changed: int, ranks: int, *more: str) -> dict[str, float]:
+    """Return bytes sent a marker and rank, and USD a month: the whole bill, its log, and logs of other objects."""
+    plan = planned(*more, command=SMALL.format(rows, dim, changed, ranks))
+    log = plan["month"]["log"]
+    num_bytes, costs = log["written_bytes"], UnitCosts()
+
+    def usd(writers: int) -> float:
+        return log["times"] * log_requests(writers, num_bytes=num_bytes, seconds=0).cost(costs)
+
+    return {
+        "sent": num_bytes / ranks,
+        "whole": plan["month_usd"],
+        "log": log["times"] * (log["once"]["writes"] * costs.put_list_usd_per_1000 / 1000),
+        "at least": usd(ranks),
+        "grouped": usd(math.ceil(ranks / 8)),
+    }
 
 
 def _kinds(asked: dict[str, int]) -> str:

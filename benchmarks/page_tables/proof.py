@@ -147,13 +147,13 @@ def terabyte_store(page: Path) -> Table:
 
 
 @cache
-def planned(*more: str) -> dict[str, Any]:
-    """The plan of :data:`MONTH`."""
+def planned(*more: str, command: str = MONTH) -> dict[str, Any]:
+    """The plan of a command, with more options."""
     from torchrec_stream_ckpt.cli.main import app
 
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
-        app([*shlex.split(MONTH), *more, "--json"], standalone_mode=False)
+        app([*shlex.split(command), *more, "--json"], standalone_mode=False)
     found: dict[str, Any] = json.loads(said.getvalue())
     return found
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,12 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "benchmarks"))
 
 from page_tables import cases, costs, goals, growth, results, store, thesis  # noqa: E402
+from page_tables.bucket import SMALL, SMALL_JOBS, SMALL_RANKS, small_bill  # noqa: E402
 from page_tables.papers import front  # noqa: E402
 from page_tables.results import NotFiledError, Point, Result, newest, of_machines  # noqa: E402
 from pages import lines, written  # noqa: E402
 
-from tests.unit.test_pages import check_sentences, kaggle  # noqa: E402
+from tests.unit.test_pages import check_sentences, kaggle, page  # noqa: E402
 
 MACHINE = {"cpu": "AMD EPYC", "cores": 2, "load_average": 0.5}
 PAGE = ROOT / "README.md"
@@ -342,3 +343,24 @@ def test_where_designs_of_others_cost_less() -> None:
     for ranks in ("1 rank", "2 ranks"):
         blocked = newest("dense", f"weak-{ranks.replace(' ', '-')}").point(f"weak scaling, 100 MB, {ranks}, blocked")
         assert max(blocked.median(f"VELOC-{way}") for way in ("Single", "Sharded")) < blocked.median("ours")
+
+
+def test_what_one_object_for_several_ranks_would_save() -> None:
+    readme = "benchmarks/bucket/README.md"
+    assert f"stream-ckpt {SMALL.format(*SMALL_JOBS[0], SMALL_RANKS[0])} --all" in page(readme)
+    bills = {(job, ranks): small_bill(*job, ranks) for job in SMALL_JOBS for ranks in SMALL_RANKS}
+    bare = [small_bill(*SMALL_JOBS[0], ranks, "--no-check-proofs")["whole"] for ranks in SMALL_RANKS]
+    saved = {where: bill["at least"] - bill["grouped"] for where, bill in bills.items()}
+    most = max(saved, key=saved.__getitem__)
+    _, middle, last = (bills[SMALL_JOBS[0], ranks] for ranks in SMALL_RANKS)
+    waited, waited_middle = (bill["log"] - bill["at least"] for bill in (last, middle))
+    said: dict[str, Iterable[float]] = {
+        r"leaves ([\d,]+), ([\d,]+) and ([\d,]+) of the first job": bare,
+        r"saves at most (\d+) USD of these bills, (\d+)%": [saved[most], 100 * saved[most] / bills[most]["whole"]],
+        r"with 512 small ranks ([\d,]+) of ([\d,]+) USD, (\d+)% of the bill, and (\d+)% of the bill without proofs": [
+            *(waited, last["whole"]),
+            *(100 * waited / whole for whole in (last["whole"], bare[-1])),
+        ],
+        r"with 64 small ranks (\d+)% and (\d+)%": [100 * waited_middle / whole for whole in (middle["whole"], bare[1])],
+    }
+    check_sentences(readme, said)

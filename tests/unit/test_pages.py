@@ -39,7 +39,7 @@ def check(said: Sequence[str], filed: Iterable[float]) -> None:
     """Each number that a page prints is the filed one, as far as it is printed: to its last digit, three at least."""
     values = list(filed)
     assert len(said) == len(values), (said, values)
-    for text, value in zip(said, values, strict=True):
+    for text, value in zip((each.replace(",", "") for each in said), values, strict=True):
         last = 10.0 ** -len(text.partition(".")[2])
         if "." not in text and value >= 1000:
             last = 10.0 ** (len(text) - 4)
