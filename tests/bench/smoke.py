@@ -25,6 +25,9 @@ def measured(report: dict[str, Any], rounds: int = 1) -> dict[str, set[str]]:
     """Variants by point of a result that ``common.Report`` has filed, each with all rounds; the rest says why not."""
     assert report["points"]
     assert report["command"].startswith("python benchmarks/")
+    for name, why in report["facts"].items():
+        if name.endswith("is not measured"):
+            print(f"{name}: {why}")  # pytest shows it with the failure
     found: dict[str, set[str]] = {}
     for point, rows in report["points"].items():
         for name, row in rows["variants"].items():
