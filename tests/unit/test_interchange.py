@@ -129,6 +129,25 @@ def test_a_folder_that_holds_something_is_replaced_only_by_force(tmp_path: Path)
     assert {path.name for path in tmp_path.iterdir()} == {"log", "out"}
 
 
+@pytest.mark.parametrize("target", ["job/log", "job/log/data", "job", "job/log/dense/mine"])
+def test_an_export_replaces_no_log_and_no_store(tmp_path: Path, target: str) -> None:
+    write_tables(tmp_path / "job" / "log", SCHEMA, values())
+    (tmp_path / "job" / "log" / "dense" / "mine").mkdir(parents=True)
+    (tmp_path / "job" / "log" / "dense" / "mine" / "file").touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ConfigError, match="cannot replace a log or a store"):
+        run("export", f"file://{tmp_path}/job/log", "--to", f"safetensors://{tmp_path}/{target}", "--force")
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_export_does_not_replace_the_store_of_another_job(tmp_path: Path) -> None:
+    write_tables(tmp_path / "log", SCHEMA, values())
+    run("materialize", f"file://{tmp_path}/log", "--once", "--store", f"file://{tmp_path}/store")
+    with pytest.raises(ConfigError, match=r"cannot replace a log or a store.*[\s\S]*store/STORE"):
+        run("export", f"file://{tmp_path}/log", "--to", f"safetensors://{tmp_path}/store", "--force")
+    assert (tmp_path / "store" / "manifests").is_dir()
+
+
 @pytest.mark.parametrize("target", ["safetensors", "parquet"])
 def test_nothing_stays_of_an_export_that_fails(tmp_path: Path, target: str) -> None:
     write_tables(tmp_path / "log", SCHEMA, values())

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import uuid
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from torchrec_stream_ckpt.errors import ConfigError, StoreUnavailableError
 from torchrec_stream_ckpt.util.durable import fsync_contents, fsync_dir, make_dirs
+from torchrec_stream_ckpt.util.layout import CONTROL_FILE, IDENTITY_FILE, STORE_FILE
 
 FORMATS = ("dcp", "safetensors", "parquet")
 _HINT = "use dcp://DIR, safetensors://DIR or parquet://DIR"
+_IDENTITIES = (IDENTITY_FILE, CONTROL_FILE, STORE_FILE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +47,8 @@ def check_free(folder: Path, *, force: bool) -> None:
     """Refuse a folder that is not empty.
 
     Raises:
-        ConfigError: it is not empty, and ``force`` is false; or it cannot be read.
+        ConfigError: it is not empty, and ``force`` is false; it is part of a log or a store, or has one in it; or it
+            cannot be read.
     """
     try:
         other = folder.is_symlink() or (folder.exists() and not folder.is_dir())
@@ -58,6 +63,21 @@ def check_free(folder: Path, *, force: bool) -> None:
         raise ConfigError(
             "the folder is not empty", hint="name another folder, or replace it with --force", path=folder
         )
+    if full and (found := _log_or_store(folder.resolve())) is not None:
+        raise ConfigError(
+            "an export cannot replace a log or a store: the folder is part of one, or has one in it",
+            hint="name another folder",
+            path=folder,
+            found=found,
+        )
+
+
+def _log_or_store(folder: Path) -> Path | None:
+    """Return a file that only a log or a store has: in the folder, at any depth, or in one that it lies in."""
+    inside = ((Path(at), names) for at, _, names in os.walk(folder))
+    outside = folder.parents[:3]  # the folders of logs and stores are not deeper than dense/JOB/MARKER
+    around = ((at, [name for name in _IDENTITIES if (at / name).is_file()]) for at in outside)
+    return next((at / name for at, names in chain(around, inside) for name in names if name in _IDENTITIES), None)
 
 
 @contextlib.contextmanager
@@ -65,7 +85,7 @@ def new_folder(folder: Path, *, force: bool) -> Iterator[Path]:
     """Yield a sibling folder to write into. At the end it takes the place of ``folder``; on an error it is deleted.
 
     Raises:
-        ConfigError: ``folder`` is not empty, and ``force`` does not allow replacing it.
+        ConfigError: ``folder`` is not empty, and ``force`` does not allow replacing it; or as :func:`check_free`.
         StoreUnavailableError: the disk does not accept it.
     """
     check_free(folder, force=force)
