@@ -238,8 +238,9 @@ def test_mistakes_have_a_message(tmp_path: Path) -> None:
     PaperJob(tmp_path / "log", tables("a")).run(1)
     with pytest.raises(ConfigError, match="no scalars"):
         report(tmp_path / "log", "--tensorboard", str(tmp_path))
-    with pytest.raises(ConfigError, match="the page cannot be written"):
-        report(tmp_path / "log", "--out", str(tmp_path / "nowhere" / "x.html"))
+    for out in (str(tmp_path / "nowhere" / "x.html"), "", "/", str(tmp_path)):
+        with pytest.raises(ConfigError, match="the page cannot be written"):
+            report(tmp_path / "log", "--out", out)
     assert not list(tmp_path.glob(".*"))
 
 

@@ -49,7 +49,7 @@ def report_job(
 
 def _write(out: Path, text: str) -> None:
     """Write the page as a whole, or not at all."""
-    new = out.with_name(f".{out.name}.new")
+    new = out.parent / f".{out.name}.new"  # with_name() refuses folders without a name, such as /
     try:
         new.write_text(text, encoding="utf-8")
         os.replace(new, out)
