@@ -130,6 +130,20 @@ def test_two_stores_for_a_job_whose_log_was_trimmed_behind_one_of_them(job: Job)
     assert re.search(rf"Try: fold into that store: --store file://{store_of(job)}", said)
 
 
+def test_the_store_of_a_trimmed_log_was_put_back_to_an_earlier_copy(job: Job) -> None:
+    before = shutil.copytree(store_of(job), job.root.parent / "before")
+    assert materialize(job)[0] == 0
+    trim = builders.trim("1:4", store=f"file://{store_of(job)}")
+    job.log.append_control(trim.to_frame())
+    lose_frames(job)
+    shutil.rmtree(store_of(job))
+    before.rename(store_of(job))
+    status, _, said = command(f"file://{job.root}", "--store", str(store_of(job)), "--once", "--json")
+    assert status == 1
+    assert re.search(rf"and the store file://{store_of(job)}, which held it, lacks it now: 1:4", said)
+    assert re.search(r"Try: check whether the store is mounted and whole .*bring it back from another copy", said)
+
+
 def job_with_dense_state(root: Path) -> Job:
     """Two markers; nothing is folded yet."""
     job = Job(root)

@@ -10,7 +10,7 @@ from functools import partial
 from shlex import quote
 
 from torchrec_stream_ckpt.errors import CorruptionError, MissingObjectError, OtherLogError, TrimmedError
-from torchrec_stream_ckpt.find.route import check_incarnation, check_there
+from torchrec_stream_ckpt.find.route import check_incarnation, check_there, lacking, lacks_trimmed
 from torchrec_stream_ckpt.format.control import Commit
 from torchrec_stream_ckpt.format.interval import Interval, intervals_of
 from torchrec_stream_ckpt.format.lineage import Lineage
@@ -397,8 +397,14 @@ class IntervalFolder:
         except TrimmedError as error:
             now, claim, store = self._log.incarnation(), interval.claim, error.where["store"]
             own = now is not None and now.holds_rows_of(claim.incarnation)
+            lost = _standing_on(lineage, marker, missing)
+            if lacks_trimmed(error, self._objects):
+                gone = lacking(error, self._objects)
+                raise CorruptionError(
+                    f"{gone.message}: {lost}", hint=gone.advice.partition(";")[0], **gone.where
+                ) from None
             raise CorruptionError(
-                f"{error.message}, and this store lacks {_standing_on(lineage, marker, missing)}",
+                f"{error.message}, and this store lacks {lost}",
                 hint=f"fold into that store: --store {quote(str(store))}"
                 if own
                 else "materialize the outer log of this job; to free space in this log: "

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence, Set
 from concurrent.futures import Executor
 from functools import partial
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import (
     CorruptionError,
@@ -148,7 +149,9 @@ class Materializer:
             if marker not in lineage.commits:
                 raise CorruptionError(
                     f"the store holds marker {marker}, which is not in the log",
-                    hint="restore the log that belongs to this store, or name a separate store: --store URL",
+                    hint="if the log has lost its end, recover it: stream-ckpt recover URI --store "
+                    f"{quote(self._objects.url)}; if the store was filled from another copy of the log, name a "
+                    "separate store: --store URL",
                     store=self._objects.url,
                 )
             if not self._tells_history(catalog, lineage.commits[marker]):
