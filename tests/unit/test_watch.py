@@ -274,6 +274,22 @@ def test_the_loss_is_said_in_words_and_a_finished_job_has_none(job: PaperJob) ->
     assert loss(replace(now, newest=None, loss_s=None)) == "all is lost"
 
 
+def test_the_line_of_a_finished_job_counts_no_loss(job: PaperJob) -> None:
+    def line_of(now: Look) -> list[str]:
+        watched = Watched("ads", JobOptions(uri=f"file://{job.root}"), None)
+        watched.seen, watched.trouble = now, ""
+        screen = Console(width=120, record=True)
+        screen.print(view_many([watched], now.time_s))
+        return screen.export_text().splitlines()[-1].split()
+
+    now = seen(job, since_s=60.0)
+    assert now.newest is not None
+    assert line_of(now)[3:5] == ["1.0", "min"]
+    ended = Ended("finished", "", now.newest.step, now.time_s)
+    assert line_of(replace(now, ended=ended))[3] == "nothing"
+    assert line_of(replace(now, ended=replace(ended, step=now.newest.step + 12)))[3:5] == ["12", "steps"]
+
+
 # Several jobs in one view: a line each, and no job that is away hides another one.
 
 

@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch import Lines, Screen, Watcher, alerts_of, bytes_per_s, record, watch
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
-from torchrec_stream_ckpt.extras.reporting.job_status import Look
+from torchrec_stream_ckpt.extras.reporting.job_status import Look, MarkerRow
 from torchrec_stream_ckpt.util.units import clock, duration
 from torchrec_stream_ckpt.util.uris import job_name, without_login
 
@@ -132,6 +132,14 @@ def _state(seen: Look) -> str:
     return seen.ended.outcome if seen.ended is not None else ""
 
 
+def _loss(seen: Look, newest: MarkerRow, now_s: float) -> str:
+    """Return what is lost if the trainer dies now, or what was lost when it ended."""
+    if seen.ended is None:
+        return duration(max(0.0, now_s - newest.time_s))
+    steps = seen.ended.step - newest.step
+    return f"{steps:,} steps" if steps > 0 else "nothing"
+
+
 def _cells(each: Watched, now_s: float) -> tuple[str, ...]:
     seen = each.seen
     if seen is None:
@@ -143,7 +151,7 @@ def _cells(each: Watched, now_s: float) -> tuple[str, ...]:
     return (
         str(newest.marker),
         f"{newest.step:,}",
-        duration(max(0.0, now_s - newest.time_s)),
+        _loss(seen, newest, now_s),
         duration(seen.interval_s) if seen.interval_s else "-",
         duration(seen.restore.seconds) if seen.restore is not None else "-",
         state,
