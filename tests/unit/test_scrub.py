@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests import stores
+from tests import builders, stores
 from tests.builders import digest_files
 from tests.command import ask, doctor
 from tests.faults.disks import CannotMount, fill, small_disk
@@ -147,6 +147,21 @@ def test_a_base_whose_pieces_are_gone_is_lost_and_markers_without_a_way_are_name
     found = {each["name"]: each["reason"] for each in record["damaged"]}
     assert "is missing" in found[manifest_name(JOB, MarkerId(1, 1))]
     assert "no pieces of the store lead to this marker" in found[manifest_name(JOB, MarkerId(1, 6))]
+
+
+def test_a_store_that_was_put_back_to_before_a_trim_lacks_the_trimmed_markers(job: Job) -> None:
+    store, before = store_of(job), job.root.parent / "before"
+    shutil.copytree(store, before)
+    job.log.append_control(builders.trim("1:6", store=f"file://{store}").to_frame())
+    assert scrub(job)[0] == 0
+    for folder in ("manifests", "segments", "folds"):
+        shutil.rmtree(store / folder)
+    status, record = scrub(job, "--anew")
+    assert status == 1
+    assert {each["marker"] for each in record["damaged"]} >= {f"1:{number}" for number in range(1, 7)}
+    shutil.rmtree(store)
+    before.rename(store)
+    assert scrub(job, "--anew")[0] == 0
 
 
 def test_an_altered_note_of_what_was_given_up_cannot_be_mended(job: Job) -> None:

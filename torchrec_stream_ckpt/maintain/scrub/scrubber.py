@@ -37,7 +37,7 @@ from torchrec_stream_ckpt.maintain.scrub.scrub_mender import ScrubMender, marker
 from torchrec_stream_ckpt.maintain.scrub.scrub_reader import Part, ScrubReader
 from torchrec_stream_ckpt.store.api import Objects, names_in
 from torchrec_stream_ckpt.store.catalog import Catalog
-from torchrec_stream_ckpt.store.identity import check_store
+from torchrec_stream_ckpt.store.identity import check_store, place_of
 from torchrec_stream_ckpt.util.failpoints import failpoint
 from torchrec_stream_ckpt.util.layout import (
     MANIFESTS_DIR,
@@ -140,16 +140,20 @@ class PlaceKeeper:
 
 
 def lost_manifests(objects: Objects, lineage: Lineage, catalog: Catalog) -> Iterator[MarkerId]:
-    """Find markers whose manifest is missing although later manifests of their generation exist.
+    """Find markers whose manifest is missing although the store had it: later manifests of their generation exist, or
+    the log was trimmed because this store held them.
 
     Args:
         objects: The store.
         lineage: The control partition.
         catalog: Contents of the store.
     """
-    newest = _newest(catalog)
+    newest, trims = _newest(catalog), lineage.trims
+    here = {trim.store: trim.store == objects.url or trim.store == place_of(objects) for trim in trims}
     for marker in list(lineage.commits):
-        if marker in catalog.markers | catalog.dropped or marker >= newest.get(marker.generation, marker):
+        trim = trims.of(marker.generation) if trims.has_taken(marker) else None
+        had = marker < newest.get(marker.generation, marker) or (trim is not None and here[trim.store])
+        if marker in catalog.markers | catalog.dropped or not had:
             continue
         is_there = objects.size(manifest_name(catalog.job, marker)) is not None  # it was put during the listing
         if not is_there and objects.size(dropped_name(catalog.job, marker)) is None:
@@ -382,7 +386,7 @@ class Scrubber:
         lineage, catalog = reader.lineage, reader.catalog
         for marker in lost_manifests(self._objects, lineage, catalog):
             name = manifest_name(self._job, marker)
-            error = MissingObjectError("the manifest of this marker is missing, but later ones exist", name=name)
+            error = MissingObjectError("the manifest of this marker is missing, but the store had it", name=name)
             self._damaged(reader, name, error)
         catalog.refresh()
         for marker in markers_without_a_way(lineage, catalog):
