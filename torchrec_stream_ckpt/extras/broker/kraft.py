@@ -27,6 +27,7 @@ import uuid
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 
 from torchrec_stream_ckpt.errors import ConfigError, LogUnavailableError
 from torchrec_stream_ckpt.extras.broker.process import ProcessId, spawn, wait_until
@@ -167,7 +168,7 @@ class Broker:
             if (status := self.status()).running:
                 raise ConfigError(
                     f"a broker already runs in this folder, at {status.bootstrap}",
-                    hint=f"use {status.uri()}, or stop it: stream-ckpt broker stop --dir {self._dir}",
+                    hint=f"use {status.uri()}, or stop it: stream-ckpt broker stop --dir {quote(str(self._dir))}",
                     path=self._dir,
                     pid=status.pid,
                 )

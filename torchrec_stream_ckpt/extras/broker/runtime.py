@@ -21,9 +21,21 @@ _FETCH_TIMEOUT_S = 600
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold an exclusive lock on ``path``, so that two processes do not do the same work at once."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a") as handle:
+    """Hold an exclusive lock on ``path``, so that two processes do not do the same work at once.
+
+    Raises:
+        ConfigError: its folder cannot be created or written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError as error:
+        raise ConfigError(
+            f"the folder cannot be written: {error.strerror}",
+            hint="name another folder, or check its permissions",
+            path=path.parent,
+        ) from None
+    with file as handle:
         fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
