@@ -15,12 +15,12 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from tests.parts import app
+from tests.parts import Broker, app
 from torchrec_stream_ckpt import __version__
 from torchrec_stream_ckpt.cli.main import ALSO_CALLED, STATUSES, VERBS, mistake_in, says
 from torchrec_stream_ckpt.cli.options import Access, JobOptions, Json, as_command, is_verbose
 from torchrec_stream_ckpt.cli.variables import give_variables
-from torchrec_stream_ckpt.errors import StreamCkptError
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError
 
 runner = CliRunner()
 
@@ -37,6 +37,26 @@ def test_the_package_runs_as_a_module() -> None:
     command = [sys.executable, "-m", "torchrec_stream_ckpt", "--version"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, check=True)
     assert done.stdout == f"stream-ckpt {__version__}\n"
+
+
+def test_warnings_of_torch_about_torchrec_are_not_printed() -> None:
+    program = """
+import sys, warnings
+from torchrec_stream_ckpt.cli.main import main
+sys.argv = ["stream-ckpt", "--version"]
+try:
+    main()
+except SystemExit:
+    warnings.warn_explicit("deprecated", FutureWarning, "_script.py", 1, module="torch.jit._script")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=500, check=True)
+    assert done.stderr == ""
+
+
+def test_a_broker_does_not_start_in_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="the folder cannot be written: File exists"):
+        Broker(tmp_path / "file").start()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")

@@ -7,6 +7,7 @@ import ast
 import errno
 import os
 import sys
+import warnings
 from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -253,6 +254,7 @@ def mistake_in(arguments: Sequence[str]) -> str | None:
 
 def main() -> None:
     """Run the command line. An error that a user can correct ends with ``Try:`` and status 1."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch(rec)?\.")  # about torchrec's own calls
     try:
         app()
     except StreamCkptError as error:
