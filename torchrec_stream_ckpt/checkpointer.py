@@ -94,6 +94,12 @@ class StreamCheckpointer:
     ) -> None:
         if not dist.is_initialized():
             raise ConfigError("torch.distributed is not initialized", hint="call init_process_group() first")
+        if not isinstance(config, StreamConfig):
+            raise ConfigError(
+                f"config must be a StreamConfig, got {type(config).__name__}",
+                hint="pass config=StreamConfig(uri=...); config_from(args) is None without a URI: then train "
+                "without a StreamCheckpointer",
+            )
         self._config = config.inner
         signals = Signals(config.on_signal, config.signal_s)
         signals.check()

@@ -417,11 +417,18 @@ CASES: dict[str, tuple[Callable[[Trainer], Mapping[str, Any]], str]] = {
         "'item' (int) has no state_dict() and load_state_dict()",
     ),
     "a list": (lambda _: {"stateful_per_rank": [Keeper(0)]}, "stateful_per_rank must map names to objects, got list"),
+    "no config": (lambda _: {"config": None}, "config must be a StreamConfig, got NoneType"),
+    "a URI in place of a config": (lambda _: {"config": "file://job"}, "config must be a StreamConfig, got str"),
+    "a list of optimizers": (
+        lambda job: {"optimizer": [job.optimizer]},
+        "list is not an optimizer of torch or TorchRec\n  Try: pass one; several: CombinedOptimizer([",
+    ),
 }
 
 
 def _attach(job: Trainer, uri: str, given: Mapping[str, Any]) -> StreamCheckpointer:
-    return StreamCheckpointer(job.dmp, job.optimizer, config=StreamConfig(uri=uri, marker_every=None), **given)
+    config = StreamConfig(uri=uri, marker_every=None)
+    return StreamCheckpointer(job.dmp, **{"optimizer": job.optimizer, "config": config, **given})
 
 
 def _refused(uri: str) -> dict[str, str]:

@@ -252,7 +252,7 @@ def dense_optimizers(optimizer: torch.optim.Optimizer | None) -> dict[str, torch
     """Return the optimizers of the dense parameters, by a name that does not depend on the plan.
 
     Raises:
-        UnsupportedError: The state of a wrapper is unknown.
+        UnsupportedError: The state of a wrapper is unknown; or this is not an optimizer.
     """
     return {
         f"optimizer{position}": leaf
@@ -265,6 +265,11 @@ def _dense_leaves(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     for part in walk(optimizer):
         fused = isinstance(part, EmbeddingFusedOptimizer) or (isinstance(part, FusedOptimizer) and not part.params)
         if not isinstance(part, KeyedOptimizer):
+            if not isinstance(part, torch.optim.Optimizer):
+                raise UnsupportedError(
+                    f"{type(part).__name__} is not an optimizer of torch or TorchRec",
+                    hint="pass one; several: CombinedOptimizer([dmp.fused_optimizer, KeyedOptimizerWrapper(...)])",
+                )
             if not is_wrapper(part):
                 yield part
         elif not fused and not isinstance(part, CombinedOptimizer) and type(part) not in _KNOWN:
