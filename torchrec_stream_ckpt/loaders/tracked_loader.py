@@ -173,7 +173,7 @@ class TrackedLoader(Generic[T]):
             if self.in_flight:
                 raise ConfigError(
                     f"the epoch ends, but {self.in_flight} of its batches were not trained",
-                    hint="train them, or call drop_in_flight() to drop them",
+                    hint="call step() for each batch, skipped ones too; or drop_in_flight() to drop them",
                 )
             if self._ahead:
                 self._trained = self._ahead.pop()
@@ -236,7 +236,7 @@ class TrackedLoader(Generic[T]):
             if broken_off and self.in_flight:
                 raise ConfigError(
                     f"another pass begins, but {self.in_flight} batches of the unfinished pass were not trained",
-                    hint="train them, or call drop_in_flight() to drop them",
+                    hint="call step() for each batch, skipped ones too; or drop_in_flight() to drop them",
                 )
             if broken_off:
                 self._leave_pass()
