@@ -3,7 +3,7 @@
     parser = FlagParser()
     add_flags(parser)
     args = parser.parse_args()
-    config = config_from(args)  # None without --stream_ckpt
+    config = config_from(args)  # None without a URI
 
 Imports without torch, so a script that is started without ``--stream_ckpt`` has no extra cost.
 """
@@ -179,7 +179,7 @@ def _parser_of(setting: Setting) -> Callable[[str], Any]:
 
 
 def config_from(args: argparse.Namespace, *, on_signal: Literal["mark"] | None = None) -> StreamConfig | None:
-    """Return the settings of the flags; None if ``--stream_ckpt`` is missing.
+    """Return the settings of the flags; None without a URI.
 
     Values without a flag come from the environment (``STREAM_CKPT_STORE`` for ``--store``, ``STREAM_CKPT_URI`` for
     ``--stream_ckpt``), then from the file of ``--stream_config``. The call also sets the effective values of missing
