@@ -333,6 +333,18 @@ def test_a_control_log_that_lost_its_end_offers_no_older_marker(root: Path, left
     check(root)
 
 
+def test_a_log_that_lost_its_end_gets_no_name_and_a_follower_says_so(root: Path) -> None:
+    uri, given = f"file://{root}", ("--store", root)
+    assert call("name", uri, "1:1", "prod", *given).exit_code == 0
+    os.truncate(root / "control.log", offsets(root)[3])
+    listed = finish("list", uri, *given)
+    assert "the second copy has" in listed.stderr
+    for arguments in (("1:1", "other"), ("--remove", "prod")):
+        with pytest.raises(CorruptionError, match="the second copy has"):
+            raise call("name", uri, *arguments, *given).exception
+    assert call("follow", uri, "--once", *given).stderr.startswith(listed.stderr)
+
+
 def examined(root: Path) -> dict[str, tuple[str, str, str]]:
     """Verdict, finding and hint of each check."""
     found = doctor(f"file://{root}", "--store", root)[1]

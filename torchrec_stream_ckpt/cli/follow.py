@@ -16,7 +16,7 @@ from rich.text import Text
 
 from torchrec_stream_ckpt.cli.common import reporter, stopping
 from torchrec_stream_ckpt.cli.options import Globs, JobOptions, MetricsHost, MetricsPort, Poll, Scratch, UntilClosed
-from torchrec_stream_ckpt.errors import ConfigError, printable
+from torchrec_stream_ckpt.errors import ConfigError, StreamCkptError, printable
 from torchrec_stream_ckpt.extras.follower.core import Follower, follow
 from torchrec_stream_ckpt.extras.follower.parquet_sink import ParquetSink
 from torchrec_stream_ckpt.extras.follower.redis_sink import RedisSink
@@ -93,6 +93,8 @@ def follow_stream(
         )
     if serve is not None and str(parse_uri(serve)) == str(parse_uri(options.uri)):
         raise ConfigError("a serving stream cannot be written to the trainer's log", hint="pass another URI to --serve")
+    with contextlib.suppress(StreamCkptError), options.open():
+        pass  # it warns if the log has lost its end
     follower = follow(
         options.uri,
         store=options.store,

@@ -313,7 +313,12 @@ class Job:
         return resolve(wanted(marker), self.lineage.aliases, self.offered)
 
     def give_name(self, marker: MarkerId, name: str) -> MarkerId | None:
-        """Give a marker a name, and return the marker that had it before; see :func:`give_name`."""
+        """Give a marker a name, and return the marker that had it before; see :func:`give_name`.
+
+        Raises:
+            CorruptionError: the log has lost its end: recovery would move the name back.
+        """
+        self._check_end()
         with closing(self.copying(self.objects)) as control:
             return give_name(control, self.objects, marker, Alias.parse(name))
 
@@ -322,11 +327,18 @@ class Job:
 
         Raises:
             MarkerNotFoundError: no marker has this name.
+            CorruptionError: as :meth:`give_name`.
         """
-        marker = self.find(str(Alias.parse(name))).id
+        alias = Alias.parse(name)
+        self._check_end()
+        marker = self.find(str(alias)).id
         with closing(self.copying(self.objects)) as control:
-            remove_name(control, self.objects, marker, Alias(name))
+            remove_name(control, self.objects, marker, alias)
         return marker
+
+    def _check_end(self) -> None:
+        if (lost := self.lost_tail()) is not None:
+            raise lost
 
     def offered(self) -> dict[MarkerId, dict[str, Value]]:
         """Return the metadata of each marker that was not given up, oldest first.
