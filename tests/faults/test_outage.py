@@ -81,6 +81,8 @@ def _outage(settings: StreamConfig, pid: int, outage_s: float) -> tuple[dict[int
     truths[checkpointer.mark().result(60).marker] = truth(job)
     ring, publisher = inside(checkpointer).ring, inside(checkpointer).publisher
     train(2 * EVERY)
+    while not everywhere(checkpointer.stats().markers_committed >= 2):  # one of the cadence
+        train(1)
     waits, rows, first = ring.waits, publisher.rows, job.step_number
     _signal(pid, signal.SIGSTOP)
     try:
