@@ -89,6 +89,7 @@ def live(orders: Orders) -> None:
         job.step()
         step_s = time.monotonic() - trained
         _save(folder / f"{job.step_number}.pt", truth(job))
+        dist.barrier()  # a replica may show rows of another rank as soon as that has sent them
         checkpointer.step()
         if checkpointer.generation != generation:  # the log has lost a stream, and the job goes on in another one
             generation, before = checkpointer.generation, folder / f"{job.step_number}.pt"
