@@ -318,8 +318,8 @@ class Job:
         Raises:
             CorruptionError: the log has lost its end: recovery would move the name back.
         """
-        self._check_end()
         with closing(self.copying(self.objects)) as control:
+            control.check_copy()
             return give_name(control, self.objects, marker, Alias.parse(name))
 
     def remove_name(self, name: str) -> MarkerId:
@@ -330,15 +330,11 @@ class Job:
             CorruptionError: as :meth:`give_name`.
         """
         alias = Alias.parse(name)
-        self._check_end()
-        marker = self.find(str(alias)).id
         with closing(self.copying(self.objects)) as control:
+            control.check_copy()
+            marker = self.find(str(alias)).id
             remove_name(control, self.objects, marker, alias)
         return marker
-
-    def _check_end(self) -> None:
-        if (lost := self.lost_tail()) is not None:
-            raise lost
 
     def offered(self) -> dict[MarkerId, dict[str, Value]]:
         """Return the metadata of each marker that was not given up, oldest first.
