@@ -74,10 +74,10 @@ def check_free(folder: Path, *, force: bool) -> None:
 
 def _log_or_store(folder: Path) -> Path | None:
     """Return a file that only a log or a store has: in the folder, at any depth, or in one that it lies in."""
-    inside = ((Path(at), names) for at, _, names in os.walk(folder))
     outside = folder.parents[:3]  # the folders of logs and stores are not deeper than dense/JOB/MARKER
-    around = ((at, [name for name in _IDENTITIES if (at / name).is_file()]) for at in outside)
-    return next((at / name for at, names in chain(around, inside) for name in names if name in _IDENTITIES), None)
+    around = (at / name for at in outside for name in _IDENTITIES if (at / name).is_file())
+    inside = (Path(at, name) for at, _, names in os.walk(folder) for name in names if name in _IDENTITIES)
+    return next(chain(around, inside), None)
 
 
 @contextlib.contextmanager
