@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_stream_ckpt.extras.sizing.inputs import UnitCosts
-from torchrec_stream_ckpt.extras.sizing.requests import log_requests
+from torchrec_stream_ckpt.extras.sizing.requests import Requests, log_requests
 
 from .proof import planned
 from .results import Result, Table, newest, three
@@ -89,7 +89,7 @@ def small_bill(rows: str, dim: int, changed: int, ranks: int, *more: str) -> dic
     return {
         "sent": num_bytes / ranks,
         "whole": plan["month_usd"],
-        "log": log["times"] * (log["once"]["writes"] * costs.put_list_usd_per_1000 / 1000),
+        "log": log["times"] * Requests(**log["once"]).cost(costs),
         "at least": usd(ranks),
         "grouped": usd(math.ceil(ranks / 8)),
     }
