@@ -18,7 +18,7 @@ from torchrec_stream_ckpt.cli.common import plain
 from torchrec_stream_ckpt.cli.options import JobOptions
 from torchrec_stream_ckpt.cli.watch import Lines, Screen, Watcher, alerts_of, bytes_per_s, record, watch
 from torchrec_stream_ckpt.errors import StreamCkptError, printable
-from torchrec_stream_ckpt.extras.reporting.job_status import Look, MarkerRow
+from torchrec_stream_ckpt.extras.reporting.job_status import Look, MarkerRow, steps_lost
 from torchrec_stream_ckpt.util.units import clock, duration
 from torchrec_stream_ckpt.util.uris import job_name, without_login
 
@@ -136,8 +136,8 @@ def _loss(seen: Look, newest: MarkerRow, now_s: float) -> str:
     """Return what is lost if the trainer dies now, or what was lost when it ended."""
     if seen.ended is None:
         return duration(max(0.0, now_s - newest.time_s))
-    steps = seen.ended.step - newest.step
-    return f"{steps:,} steps" if steps > 0 else "nothing"
+    steps = steps_lost(seen.ended, newest)
+    return f"{steps:,} steps" if steps else "nothing"
 
 
 def _cells(each: Watched, now_s: float) -> tuple[str, ...]:

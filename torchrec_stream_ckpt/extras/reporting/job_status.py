@@ -220,10 +220,13 @@ def lost_in_words(seen: Look) -> str:
     """Say what is lost: if the trainer dies now, or by the way in which it has ended."""
     if seen.ended is None:
         return "lost, if the job dies now" if seen.loss_s is not None else "all of it is lost, if the job dies now"
-    steps = seen.ended.step - (seen.newest.step if seen.newest is not None else 0)
-    if steps > 0:
-        return f"lost: {steps:,} steps after it"
-    return "nothing to lose"
+    steps = steps_lost(seen.ended, seen.newest)
+    return f"lost: {steps:,} steps after it" if steps else "nothing to lose"
+
+
+def steps_lost(ended: Ended, newest: MarkerRow | None) -> int:
+    """Return how many steps the trainer had made after the newest marker when it ended."""
+    return max(0, ended.step - (newest.step if newest is not None else 0))
 
 
 def refused_after(lineage: Lineage, newest: Commit) -> str:
