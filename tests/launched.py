@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 import re
 import signal
@@ -111,6 +112,10 @@ def _launch(arguments: tuple[str, ...], output: Path, env: dict[str, str]) -> No
     _write_to(output)
     os.environ.clear()
     os.environ |= env
+    # Each event of torch's rendezvous takes the name of its caller from the stack. For the frame of a forkserver, whose
+    # file no module has, that searches all modules: 0.25 s, in which other nodes change the state, so that a node on a
+    # busy machine may never get its own change in.
+    inspect.modulesbyfile["<string>"] = "__main__"
     asked = run.parse_args(["--start-method", "forkserver", *arguments])
     if asked.standalone:
         asked.rdzv_backend, asked.rdzv_endpoint, asked.rdzv_id = "c10d", "localhost:0", str(os.getpid())
