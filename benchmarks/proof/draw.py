@@ -13,6 +13,7 @@ from typing import Any
 sys.path[1:1] = [str(Path(__file__).resolve().parents[level]) for level in (1, 2)]
 
 import start  # noqa: E402, F401
+from page_tables.proof import lost  # noqa: E402
 from page_tables.results import is_filed, newest  # noqa: E402
 from plot import draw  # noqa: E402
 
@@ -21,9 +22,9 @@ def of_kills(result: dict[str, Any]) -> dict[str, Any]:
     """The result of ``run.py`` as points of bars."""
     points = {}
     for unit in ("steps", "seconds"):
-        lost = {name: row[f"{unit} lost a kill, mean"] for name, row in result["facts"]["variants"].items()}
-        rows = {name: {"median": value, "min": value, "max": value} for name, value in lost.items()}
-        points[f"{unit} lost a kill"] = {"unit": "steps; seconds", "variants": rows}
+        each = {way: lost(result["facts"], way)[unit] for way in result["facts"]["variants"]}
+        rows = {way: {"median": value, "min": value, "max": value} for way, value in each.items()}
+        points[f"{unit} lost per kill of ranks"] = {"unit": "steps; seconds", "variants": rows}
     return points
 
 
