@@ -135,7 +135,7 @@ def crashes(page: Path) -> Table:
     result = newest("dense", "crashes")
     outcomes = result.facts["crashes"]
     kills = sum(next(iter(outcomes.values())).values())
-    found = [[f"{kills} kills each ({result.date})", "right", "refused", "wrong"]]
+    found = [[f"{kills} kills each; {result.said(page)}", "right", "refused", "wrong"]]
     return [*found, *([way, *(str(row[x]) for x in ("right", "refused", "wrong"))] for way, row in outcomes.items())]
 
 

@@ -296,7 +296,7 @@ def test_sentences_that_name_a_setting_of_the_filed_run() -> None:
     (epyc,) = (each for each in of_machines("limits") if "EPYC" in each.cpu)
     said = {
         r"time of a block of (\d+) to (\d+) steps": [blocks[0], blocks[-1]],
-        r"in blocks of (\d+) s\. Markers": [asked(newest("bucket", "throttle"), "seconds")],
+        r"three blocks of (\d+) s\)\. Markers": [asked(newest("bucket", "throttle"), "seconds")],
     }
     check_sentences("docs/performance.md", said)
     copied = epyc.point("limits").median("copy, 1 thread")
