@@ -57,9 +57,10 @@ def test_first_loads_of_fresh_processes() -> None:
 def test_a_head_beside_the_store() -> None:
     warm, cold = newest("head").point("warm"), newest("head").point("cold")
     said = {
-        r"cold it is reached \(([\d.]+) times\), warm it is missed \(([\d.]+) times\)": [
+        r"is ([\d.]+) times as fast as `torch.load` cold and ([\d.]+) times warm": [
             each.ratios("torch.load", "head")[0] for each in (cold, warm)
         ],
+        r"warm it has ([\d.]+) times the speed of mmap": [warm.ratios("mmap, copy", "head")[0]],
         r"Warm, a HEAD takes (\d+) ms and the store (\d+)": [warm.median("head"), warm.median("store")],
         r"Cold, the two take (\d+) and (\d+) ms": [cold.median("head"), cold.median("store")],
     }
@@ -729,10 +730,10 @@ def test_what_a_terabyte_takes() -> None:
     alone, after = folded["seconds of a marker"][:3], folded["seconds of a marker"][3:]
     text = " ".join(page(PAGE).split()).replace(",", "")
     said: dict[str, Iterable[float]] = {
-        r"restore takes (\d+) MB for a share of (\d+) a search ([\d.]+) MB and the materializer ([\d.]+) MB": [
+        r"restore takes (\d+) MB for a share of (\d+) a search ([\d.]+) to ([\d.]+) MB and the \w+ ([\d.]+) MB": [
             cold["restore"]["memory, MB"],
             TB["bytes of a share"] / 1e6,
-            cold["find"]["memory, MB"],
+            *(TB[f"restore, {state}"]["find"]["memory, MB"] for state in ("cold", "warm")),
             folded["memory, MB"],
         ],
         r"path: (\d+) GETs of which (\d+) are for the first": [cold["find"]["requests"]["GET"], of_first],

@@ -121,8 +121,8 @@ def test_what_the_thesis_page_says_of_the_thesis() -> None:
         ],
         r"\(synthetic\) and ([\d.]+) \(Criteo\)\.": [max(criteo)],
         r"takes ([\d.]+) s a call \((\d+) MB, (\d+) MB/s\)": [save, tables_mb, tables_mb / save],
-        r"here the call takes ([\d.]+) s on two cores \(EPYC;": [measured],
-        r"with 10,000 samples at most ([\d.]+),": [at_most],
+        r"here the call takes ([\d.]+) s on two EPYC": [measured],
+        r"with 10,000 samples at most ([\d.]+) on one GPU,": [at_most],
         r"streaming has (\d+) to (\d+) times less to save": [
             10 * round(each / measured / 10) for each in (at_most, save)
         ],
