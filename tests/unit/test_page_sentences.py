@@ -301,7 +301,7 @@ def test_small_rows_of_figure_15() -> None:
         r"At marker 20 it takes ([\d.]+) and ([\d.]+) times": whole(default, "20"),
         r"newest marker takes ([\d.]+) and ([\d.]+) times as long as `torch.load`": newest_marker,
         r"Cold it takes ([\d.]+) and ([\d.]+) times naive's time": whole(default, "100", "cold"),
-        r"but ([\d.]+) and ([\d.]+) times at marker 20": whole(default, "20", "cold"),
+        r"slowest, with ([\d.]+) and ([\d.]+) times": whole(default, "20", "cold"),
         r"IncrCP writes ([\d.]+) to ([\d.]+) times, Check": written(lists),
         r"Check-N-Run ([\d.]+) to ([\d.]+) times. Warm": written(chain),
     }
