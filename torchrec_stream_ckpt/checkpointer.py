@@ -97,8 +97,8 @@ class StreamCheckpointer:
         if not isinstance(config, StreamConfig):
             raise ConfigError(
                 f"config must be a StreamConfig, got {type(config).__name__}",
-                hint="pass config=StreamConfig(uri=...); config_from(args) is None without a URI: then train "
-                "without a StreamCheckpointer",
+                hint="pass config=StreamConfig(uri=...); config_from(args) returns None without a URI: then "
+                "train without a StreamCheckpointer",
             )
         self._config = config.inner
         signals = Signals(config.on_signal, config.signal_s)

@@ -730,7 +730,8 @@ def test_what_a_terabyte_takes() -> None:
     alone, after = folded["seconds of a marker"][:3], folded["seconds of a marker"][3:]
     text = " ".join(page(PAGE).split()).replace(",", "")
     said: dict[str, Iterable[float]] = {
-        r"restore takes (\d+) MB for a share of (\d+) a search ([\d.]+) to ([\d.]+) MB and the \w+ ([\d.]+) MB": [
+        r"restore takes (\d+) MB for a share of (\d+) a search ([\d.]+) to ([\d.]+) MB "
+        r"and the materializer ([\d.]+) MB": [
             cold["restore"]["memory, MB"],
             TB["bytes of a share"] / 1e6,
             *(TB[f"restore, {state}"]["find"]["memory, MB"] for state in ("cold", "warm")),

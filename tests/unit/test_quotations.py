@@ -113,7 +113,8 @@ def test_what_the_thesis_page_says_of_the_thesis() -> None:
         for alone, streaming in (quoted("thesis", f"4.1 {job}") for job in ("synthetic", "criteo"))
     ]
     said: dict[str, Iterable[float]] = {
-        r" ([\d.]+) to ([\d.]+) times as long as `torch.load` \(medians\), the thesis' ([\d.]+) to ([\d.]+) times": [
+        r"takes ([\d.]+) to ([\d.]+) times as long as `torch.load` \(medians\), "
+        r"the thesis' ([\d.]+) to ([\d.]+) times": [
             min(ours),
             max(ours),
             min(ratios),
@@ -319,8 +320,9 @@ def test_what_the_deepfreeze_page_says_of_their_cadence() -> None:
         for what in ("blocked", "run, without fsync")
     )
     lost = {(variant, way): overhead(variant, way) for variant in (one, two) for way in runs[0].variants}
-    ours, save, single = (
-        [lost[variant, way][0] for variant in (one, two)] for way in ("ours", "torch.save", "VELOC-Single")
+    ours, save, single, sharded = (
+        [lost[variant, way][0] for variant in (one, two)]
+        for way in ("ours", "torch.save", "VELOC-Single", "VELOC-Sharded")
     )
     less = [point.variants["ours"]["ratio"] for point in blocked]
     more = [own / theirs for own, theirs in zip(ours, save, strict=True)]
@@ -331,7 +333,8 @@ def test_what_the_deepfreeze_page_says_of_their_cadence() -> None:
         r"the overhead is ([\d.]+) ms where `torch.save` has ([\d.]+), on two ([\d.]+) and ([\d.]+):": [
             each for pair in zip(ours, save, strict=True) for each in pair
         ],
-        r"raw bytes: ([\d.]+) and ([\d.]+) ms": single,
+        r"VELOC-Single flushes raw bytes: ([\d.]+) and ([\d.]+) ms": single,
+        r"\(VELOC-Sharded ([\d.]+) and ([\d.]+)\)": sharded,
         r"take ([\d.]+) and ([\d.]+) times as long as without checkpoints, with `torch.save` ([\d.]+) and ([\d.]+),": [
             1 / point.variants[way]["ratio"] for way in ("ours", "torch.save") for point in runs
         ],
@@ -369,14 +372,20 @@ def test_what_the_page_on_sizes_of_saves_says() -> None:
     rows = [*(sizes.point(f"{megabytes} MB") for megabytes in (16, 64, 256)), large.point("1000 MB")]
     largest = large.point("1000 MB: written").variants
     longer = [1 / point.variants[compressed]["ratio"] for point in rows]
+    calls = [*(sizes.point(f"{megabytes} MB: written") for megabytes in (16, 64, 256)), large.point("1000 MB: written")]
+    returned = [1 / point.variants[compressed]["ratio"] for point in calls]
     said: dict[str, Iterable[float]] = {
         r"Compression takes (\d+) to (\d+) times": [min(longer), max(longer)],
-        r"With 1 GB \(one round\) training waits ([\d.]+) times less for it than for": [largest[ours]["ratio"]],
+        r"With 1 GB \(one round\) training waits ([\d.]+) times less for it than for `numpy.save`": [
+            largest[ours]["ratio"]
+        ],
+        r"as long as the save alone, (\d+) to (\d+) until the call returns": [min(returned), max(returned)],
         r"takes ([\d.]+) times as long as `numpy.save` at 16 MB, ([\d.]+) at 64, ([\d.]+) at 256, ([\d.]+) with 1 GB, "
         r"and ([\d.]+) times when": [
             1 / point.variants[ours]["ratio"] for point in [*rows, sizes.point("16 MB, 100 saves")]
         ],
-        r" (\d+) s next to `numpy.save` on NVMe if 1 GB is saved at least (\d+) times, and over (\d+) s with 10 GB": [
+        r"saves over (\d+) s next to `numpy.save` on NVMe if 1 GB is saved at least (\d+) times, "
+        r"and over (\d+) s with 10 GB": [
             quoted("pymm", "figure 3, 1 GB")[0],
             *quoted("pymm", "figure 3, 1 GB, at"),
             quoted("pymm", "figure 3, 10 GB")[0],
